@@ -89,8 +89,10 @@ def linear_cross_entropy(
             return out.view(labels.shape)
         dtype = torch.promote_types(x.dtype, torch.float32)
         count = torch.ones((), dtype=dtype, device=x.device)
-        if num_items is not None:
-            count = torch.as_tensor(num_items, dtype=dtype, device=x.device).reshape(())
+        if isinstance(num_items, Tensor):
+            count = num_items.to(x.device, dtype).reshape(())
+        elif num_items is not None:
+            count *= num_items
         elif reduction == "mean":
             count = (labels_N != ignore_index).sum().to(dtype)
         summed: Tensor = _SummedLoss.apply(x_ND, weight, labels_N, count, ignore_index, chunk)

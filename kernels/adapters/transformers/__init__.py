@@ -1,7 +1,10 @@
-"""The experts in the models of transformers: `experts_implementation="phalanx"`.
+"""The kernels in the models of transformers: `apply(model)`, or the experts alone.
 
-    import phalanx.adapters.transformers
+    from phalanx.adapters import transformers
+    print(transformers.apply(model))
     model = AutoModelForCausalLM.from_pretrained(NAME, experts_implementation="phalanx")
+
+`apply` also replaces norms, rotary embeddings, routers, the loss and attention (`whole`).
 
 The import registers the implementation for every class of experts that transformers dispatches; of
 others a warning names the class. Models that are loaded, or made by `from_config`, are checked at
@@ -25,13 +28,26 @@ except ImportError as missing:
     ) from missing
 
 from phalanx.adapters.expert_groups import groups, release
+from phalanx.adapters.transformers.attention import FA4
 from phalanx.adapters.transformers.expert_parallel import EP_NAME, SymmEP
 from phalanx.adapters.transformers.experts import convert, forward
 from phalanx.adapters.transformers.loading import chosen, prepared, warned
 from phalanx.adapters.transformers.modules import NAME, prepare
 from phalanx.adapters.transformers.norms import fuse_norms
+from phalanx.adapters.transformers.whole import Report, apply
 
-__all__ = ["EP_NAME", "NAME", "convert", "fuse_norms", "groups", "prepare", "release"]
+__all__ = [
+    "EP_NAME",
+    "FA4",
+    "NAME",
+    "Report",
+    "apply",
+    "convert",
+    "fuse_norms",
+    "groups",
+    "prepare",
+    "release",
+]
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 EPImplementationInterface.register(EP_NAME, SymmEP)
