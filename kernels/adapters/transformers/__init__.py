@@ -4,6 +4,8 @@
     print(transformers.apply(model))
     model = AutoModelForCausalLM.from_pretrained(NAME, experts_implementation="phalanx")
 
+`trainer` has a callback that applies them, and captured steps, for the Trainer.
+
 `apply` also replaces norms, rotary embeddings, routers, the loss and attention (`whole`).
 
 The import registers the implementation for every class of experts that transformers dispatches; of
