@@ -166,7 +166,7 @@ class Captured:
         def step() -> Tensor:
             if zeroed:  # in the first graph of another shape; the very first one writes
                 torch._foreach_zero_(zeroed)
-            with _plain_positions():
+            with plain_positions():
                 return self._eager(model, *_split(shape.inputs))
 
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -250,7 +250,7 @@ def _split(given: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 @contextlib.contextmanager
-def _plain_positions() -> Iterator[None]:
+def plain_positions() -> Iterator[None]:
     """Inside, positions that a model counts itself are not searched for packed sequences.
 
     In a capture transformers cannot look, and would build a mask, with which no fast attention
