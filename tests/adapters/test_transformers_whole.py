@@ -233,7 +233,7 @@ def test_rotations_are_those_of_transformers(function: Any, kind: Kind) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_attention_elsewhere_is_that_of_transformers(name: str) -> None:
-    """What flash-attn-4 does not take, as everything on a CPU: padding, windows, packed rows."""
+    """Padding and packed rows, which flash-attn-4 does not take, as nothing on a CPU."""
     plain, model = made(name), made(name)
     model.set_attn_implementation(FA4)
     ids = batch()["input_ids"]

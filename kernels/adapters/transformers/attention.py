@@ -1,6 +1,6 @@
 """flash-attn-4 as an implementation of attention of transformers: `phalanx_fa4`.
 
-transformers' own `flash_attention_4` calls the library's autograd function. This one has outputs
+transformers' own implementation calls the library's autograd function. This one has outputs
 and gradients in the layout of the layers around it, kernels in the project's cache on disk, and a
 gradient of GPT-OSS's sinks; it reads nothing on the host, so that a CUDA graph captures it. Causal
 attention over whole sequences runs in it, with windows and sinks. All else is left to SDPA or, with

@@ -23,7 +23,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Kind(NamedTuple):
-    """How a function rotates."""
+    """The layout of pairs and of cosines that a function takes."""
 
     neighbours: bool  # channels 2i and 2i + 1 are a pair, which then is i and i + P
     repeated: bool  # cosines have two equal columns for each pair, P apart
@@ -101,7 +101,8 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        return _rotate(grad, *ctx.saved_tensors, ctx.kind, inverse=True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, ctx.kind, inverse=True), None, None, None
 
 
 def _rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor, kind: Kind, *, inverse: bool) -> Tensor:

@@ -25,7 +25,7 @@ _SCALES = ("routed_scaling_factor",)
 
 
 class RouterFacts(NamedTuple):
-    """What a router computes."""
+    """Options of `router_topk` and casts that give the results of a router."""
 
     options: RouterOptions
     correction: str | None  # parameter or buffer [E] that is added to the scores in the choice
@@ -76,7 +76,7 @@ def _forward(router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 @torch.no_grad()
 def _facts(router: Any) -> RouterFacts | None:
-    """What this router computes, or None if `router_topk` does not."""
+    """Facts about this router, or None if `router_topk` does not compute it."""
     E, D = router.weight.shape
     others = [*router.named_parameters(recurse=False), *router.named_buffers(recurse=False)]
     corrections = [name for name, t in others if t.shape == (E,) and name != "bias"]

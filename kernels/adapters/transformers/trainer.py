@@ -36,7 +36,7 @@ class UsePhalanx(TrainerCallback):
         self._apply(kwargs["model"], state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """For a callback that was added later, and a model of `model_init`."""
+        """For a callback that was added later, and a model that is made when training begins."""
         if self.report is None or getattr(kwargs["model"], "_phalanx_report", None) is None:
             self._apply(kwargs["model"], state)
 
@@ -47,7 +47,7 @@ class UsePhalanx(TrainerCallback):
 
 
 class Captured:
-    """Training steps of a Trainer as CUDA graphs: `Trainer.training_step` where it can.
+    """Training steps of a Trainer as CUDA graphs where they can be.
 
     Each shape of a batch has two graphs: one writes the gradients, for the first micro-batch after
     an update, and one adds to them. Each first runs eagerly once, as a step that counts. Graphs
@@ -72,12 +72,12 @@ class Captured:
         self._failed = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters and where theirs are
+        self._gradients: list[tuple[Any, Tensor]] = []  # parameters and where theirs are
         if why := self._refusal():
             self._note(why)
 
     def __call__(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """`Trainer.training_step`."""
+        """As the training step of the Trainer: its loss, detached."""
         given = dict(inputs)
         why = self._refusal() or self._unfit(given)
         if why is None:
@@ -178,11 +178,11 @@ class Captured:
     def _place(self, adds: bool) -> None:
         """Have parameters' gradients where the graphs have them, with the values if they count."""
         for p, grad in self._gradients:
-            if adds and p.grad is None:
+            present, p.grad = p.grad, grad
+            if adds and present is None:
                 grad.zero_()
-            elif adds and p.grad is not grad:  # of a micro-batch that ran eagerly
-                grad.copy_(p.grad)
-            p.grad = grad
+            elif adds and present is not grad:  # of a micro-batch that ran eagerly
+                grad.copy_(present)
 
     def _run(self, model: Any, inputs: Any, items: Any) -> Tensor:
         """An eager step, on the stream of the captures."""

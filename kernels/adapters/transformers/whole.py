@@ -22,7 +22,7 @@ _OWN_ATTENTION = ("sdpa", "eager", FA4)  # which `auto` replaces
 
 @dataclass
 class Report:
-    """What `apply` did to a model; it prints as a table."""
+    """Parts of a model that `apply` has replaced or left; it prints as a table."""
 
     model: str
     applied: dict[str, str] = field(default_factory=dict)  # by switch: to what
@@ -151,7 +151,8 @@ def _apply_to_class(kind: type, switches: dict[str, Any]) -> Report:
     """Apply the switches to each model that is made or loaded from now on."""
     if not issubclass(kind, PreTrainedModel):
         raise ValueError(f"{kind.__name__} is no class of models of transformers")
-    made, loaded = kind.__init__, kind.from_pretrained.__func__  # type: ignore[attr-defined]
+    whole: Any = kind
+    made, loaded = whole.__init__, whole.from_pretrained.__func__
 
     @functools.wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
