@@ -86,6 +86,9 @@ def forward(
         attention_mask: as `mask` makes it.
         s_aux: logits [H] of sinks.
     """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as it does for SDPA
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     if attention_mask is None and _fits(module, query, key, value, dropout, options):
         from phalanx.kernels.core_attention import fa4 as library
 

@@ -158,7 +158,7 @@ def _apply_to_class(kind: type, switches: dict[str, Any]) -> Report:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         # A model that is being loaded has no values yet.
-        if type(self) is kind and not any(p.is_meta for p in self.parameters()):
+        if type(self) is whole and not any(p.is_meta for p in self.parameters()):
             apply(self, **switches)
 
     @functools.wraps(loaded)
