@@ -18,6 +18,8 @@ PLAN_CAPACITIES = (64, 256, 512, 1024)  # numbers of local experts that `plan` h
 PLAN_EXPERTS = max(PLAN_CAPACITIES)  # most experts of a rank
 PLAN_SLOTS = 256  # most expert ids of a token for `plan`
 
+MAX_WAVES = 8  # most waves of rows in an exchange
+
 COMBINE_SLOTS = 16  # most expert rows of a token for `combine`
 COMBINE_ADDENDS = 2  # most addends of `combine`: the shared experts' output, and the residual
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.configs.tables.activations import ACTIVATIONS, ActivationFacts
+
+if TYPE_CHECKING:  # JAX's experts use this file without torch
+    from torch import Tensor
 
 _GATED = {"silu": "swiglu", "gelu": "geglu"}
 
@@ -75,8 +75,8 @@ class Activation:
 class Formula(NamedTuple):
     """Functions of an activation in plain torch: `configs.tables.activations.ActivationFacts`."""
 
-    value: Callable[[Tensor, Activation], Tensor]
-    slope: Callable[[Tensor, Activation], Tensor]
+    value: "Callable[[Tensor, Activation], Tensor]"
+    slope: "Callable[[Tensor, Activation], Tensor]"
 
 
 def formula(act: Activation) -> Formula:
@@ -91,55 +91,55 @@ def function(path: str) -> Callable[..., Any]:
     return resolved
 
 
-def silu(x: Tensor, act: Activation) -> Tensor:
+def silu(x: "Tensor", act: Activation) -> "Tensor":
     """x * sigmoid(x)."""
     return _sigmoid_linear(x, 1.0)
 
 
-def silu_slope(x: Tensor, act: Activation) -> Tensor:
+def silu_slope(x: "Tensor", act: Activation) -> "Tensor":
     """Derivative of `silu`."""
     return _sigmoid_linear_slope(x, 1.0)
 
 
-def quick_gelu(x: Tensor, act: Activation) -> Tensor:
+def quick_gelu(x: "Tensor", act: Activation) -> "Tensor":
     """x * sigmoid(alpha * x)."""
     return _sigmoid_linear(x, act.alpha)
 
 
-def quick_gelu_slope(x: Tensor, act: Activation) -> Tensor:
+def quick_gelu_slope(x: "Tensor", act: Activation) -> "Tensor":
     """Derivative of `quick_gelu`."""
     return _sigmoid_linear_slope(x, act.alpha)
 
 
-def gelu(x: Tensor, act: Activation) -> Tensor:
+def gelu(x: "Tensor", act: Activation) -> "Tensor":
     """x times the normal distribution function of x."""
     return x * _normal_cdf(x)
 
 
-def gelu_slope(x: Tensor, act: Activation) -> Tensor:
+def gelu_slope(x: "Tensor", act: Activation) -> "Tensor":
     """Derivative of `gelu`."""
-    density = torch.exp(-0.5 * x.square()) * math.sqrt(0.5 / math.pi)
+    density = (-0.5 * x.square()).exp() * math.sqrt(0.5 / math.pi)
     return _normal_cdf(x) + x * density
 
 
-def squared_relu(x: Tensor, act: Activation) -> Tensor:
+def squared_relu(x: "Tensor", act: Activation) -> "Tensor":
     """The square of max(x, 0)."""
     return x.relu().square()
 
 
-def squared_relu_slope(x: Tensor, act: Activation) -> Tensor:
+def squared_relu_slope(x: "Tensor", act: Activation) -> "Tensor":
     """Derivative of `squared_relu`."""
     return 2 * x.relu()
 
 
-def _sigmoid_linear(x: Tensor, alpha: float) -> Tensor:
-    return x * torch.sigmoid(alpha * x)
+def _sigmoid_linear(x: "Tensor", alpha: float) -> "Tensor":
+    return x * (alpha * x).sigmoid()
 
 
-def _sigmoid_linear_slope(x: Tensor, alpha: float) -> Tensor:
-    s = torch.sigmoid(alpha * x)
+def _sigmoid_linear_slope(x: "Tensor", alpha: float) -> "Tensor":
+    s = (alpha * x).sigmoid()
     return s + alpha * x * s * (1 - s)
 
 
-def _normal_cdf(x: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+def _normal_cdf(x: "Tensor") -> "Tensor":
+    return 0.5 * (1 + (x * math.sqrt(0.5)).erf())

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.kernels.limits import MAX_WAVES
+
 
 @dataclass(frozen=True)
 class ExchangeOptions:
@@ -47,7 +49,6 @@ class ExchangeOptions:
 
 
 MAX_RANKS = 16
-MAX_WAVES = 8
 WAVES = 7
 """Waves of a rank's experts on the way to them: the first has 1/31 of the experts, the last 6/31.
 On the way back the last wave is the smallest (`kernels.sm90.exchange.waves`)."""

@@ -36,17 +36,18 @@ exchange: its last launch follows the GEMM in the stream.
 Legend: R ranks.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Int32, Int64
-from torch import Tensor
 
+from phalanx.kernels.limits import MAX_WAVES
 from phalanx.kernels.sm90.exchange import peer
-from phalanx.kernels.sm90.exchange.peer_buffers import MAX_WAVES
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, TILE_ROWS, Mainloop
+
+if TYPE_CHECKING:  # as `kernels.expert_mlp.activation`
+    from torch import Tensor
 
 
 @cute.jit
@@ -96,8 +97,10 @@ def ready_words(
     wave_stride: int,
     experts: int,
     waves: int,
-) -> Tensor:
+) -> "Tensor":
     """The words, on the host; see WORDS. A ValueError without experts, or with too many ranks."""
+    import torch
+
     if not 1 <= ranks <= 32 or experts < 1:
         raise ValueError(f"{ranks} ranks, {experts} experts: must be 1 to 32, and 1 or more")
     sizes = (ranks + (wave_stride << _HALF), experts + (waves << _HALF))
@@ -149,8 +152,8 @@ _WARPS = GROUP_THREADS // 32
 class ReadyRows(NamedTuple):
     """Expert rows, and how their reader knows which waves of them are ready (default: all)."""
 
-    rows_SD: Tensor
-    progress: Tensor  # int32 [PROGRESS]
+    rows_SD: "Tensor"
+    progress: "Tensor"  # int32 [PROGRESS]
     waves: int = 1
     tile_rows: int = 1
     tile_counts: int = 0  # counts for `tile_rows` rows of an expert, over all columns
@@ -160,8 +163,8 @@ class ReadyRows(NamedTuple):
 class TileSignal(NamedTuple):
     """Request that a launch of `grouped_gemm` signals its tiles, and yields SMs to their reader."""
 
-    out_SN: Tensor  # output of the launch
-    progress: Tensor  # int32 [PROGRESS]
+    out_SN: "Tensor"  # output of the launch
+    progress: "Tensor"  # int32 [PROGRESS]
     waves: int
     loop: Mainloop  # tile of the launch, on which the counts depend
     sms: int  # SMs of the reader: as many CTAs end early

@@ -24,8 +24,8 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from torch import Tensor
 
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS
-from phalanx.kernels.sm90.gemm.operands import Matrix, Rows, data_of, format_of, rows
-from phalanx.kernels.sm90.gemm.tensors import array, struct
+from phalanx.kernels.sm90.gemm.operands import Matrix, data_of, format_of, rows
+from phalanx.kernels.sm90.gemm.tensors import Rows, array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.pointers import Bf16ScalarPtr, Fp32Ptr, IntPtr
 

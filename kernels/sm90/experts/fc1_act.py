@@ -27,8 +27,6 @@ from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.operands import (
     Matrix,
-    Rows,
-    Weights,
     as_rows,
     data_of,
     is_transposed,
@@ -38,7 +36,7 @@ from phalanx.kernels.sm90.gemm.operands import (
     rows,
     weights,
 )
-from phalanx.kernels.sm90.gemm.tensors import matrix, vector, words
+from phalanx.kernels.sm90.gemm.tensors import Rows, Weights, matrix, vector, words
 from phalanx.kernels.sm90.jit.launch import launch_persistent, require
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr, WordPtr
 

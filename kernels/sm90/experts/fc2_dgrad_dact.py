@@ -41,8 +41,6 @@ from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.operands import (
     E4M3,
     Matrix,
-    Rows,
-    Weights,
     as_rows,
     data_of,
     format_of,
@@ -53,7 +51,7 @@ from phalanx.kernels.sm90.gemm.operands import (
     rows,
     weights,
 )
-from phalanx.kernels.sm90.gemm.tensors import matrix, vector
+from phalanx.kernels.sm90.gemm.tensors import Rows, Weights, matrix, vector
 from phalanx.kernels.sm90.jit.launch import launch, launch_persistent, require
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr, LongPtr
 

@@ -36,8 +36,8 @@ from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Epilogue
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig
-from phalanx.kernels.sm90.gemm.operands import Rows, Weights, as_rows, is_transposed, rows, weights
-from phalanx.kernels.sm90.gemm.tensors import matrix, vector, words
+from phalanx.kernels.sm90.gemm.operands import as_rows, is_transposed, rows, weights
+from phalanx.kernels.sm90.gemm.tensors import Rows, Weights, matrix, vector, words
 from phalanx.kernels.sm90.jit.launch import launch_persistent, require
 from phalanx.kernels.sm90.jit.pointers import Bf16Ptr, Fp32Ptr, IntPtr
 

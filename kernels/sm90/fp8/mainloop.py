@@ -41,8 +41,8 @@ from phalanx.kernels.sm90.gemm.mainloop import (
     Mainloop,
     Producer,
 )
-from phalanx.kernels.sm90.gemm.operands import Rows, Weights
 from phalanx.kernels.sm90.gemm.ring import State
+from phalanx.kernels.sm90.gemm.tensors import Rows, Weights
 from phalanx.kernels.sm90.jit import ptx
 
 BLOCK = 128  # channels of a stage, and of a scale

@@ -15,8 +15,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS, activations
-from phalanx.kernels.sm90.gemm.operands import Rows
 from phalanx.kernels.sm90.gemm.row_store import ROWS, WARPS, partition, put
+from phalanx.kernels.sm90.gemm.tensors import Rows
 from phalanx.kernels.sm90.jit import ptx
 
 REGION = ROWS * BLOCK  # bytes of 16 rows

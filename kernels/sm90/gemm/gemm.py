@@ -22,9 +22,8 @@ from phalanx.kernels.sm90.gemm.mainloop import (
     Mainloop,
     Producer,
 )
-from phalanx.kernels.sm90.gemm.operands import Rows, Weights
 from phalanx.kernels.sm90.gemm.persistent import PersistentKernel, stages_beside
-from phalanx.kernels.sm90.gemm.tensors import array, vector
+from phalanx.kernels.sm90.gemm.tensors import Rows, Weights, array, vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
 
 

@@ -23,9 +23,8 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import LayoutEnum
 
-from phalanx.kernels.sm90.gemm.operands import Rows, Weights
 from phalanx.kernels.sm90.gemm.ring import Ring, State
-from phalanx.kernels.sm90.gemm.tensors import array, matrix, stacked, struct
+from phalanx.kernels.sm90.gemm.tensors import Rows, Weights, array, matrix, stacked, struct
 from phalanx.kernels.sm90.jit import ptx
 
 GROUP_THREADS = 128

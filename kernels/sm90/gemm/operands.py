@@ -7,48 +7,17 @@ device they raise a ValueError. A main loop makes tensors of the records (`Mainl
 Legend: R rows, C channels, L experts, N and K channels out and in of weights.
 """
 
-from typing import NamedTuple
-
 import torch
-from cutlass import Int32
 from torch import Tensor
 
 from phalanx.kernels.quantize.blocks import Quantized, block_count
+from phalanx.kernels.sm90.gemm.tensors import Rows, Weights
 from phalanx.kernels.sm90.jit.launch import check
-from phalanx.kernels.sm90.jit.pointers import BytesPtr, Fp32Ptr
 
 type Matrix = Tensor | Quantized
 """bf16, or FP8 with a scale for 128 channels of a row or 128 x 128 of weights."""
 E4M3 = torch.float8_e4m3fn
 FORMATS = {torch.bfloat16: "bf16", E4M3: "e4m3", torch.float8_e5m2: "e5m2"}
-
-
-class Rows(NamedTuple):
-    """Rows as an argument: tensors and ints at a launch, pointers and Int32 in a kernel."""
-
-    data: BytesPtr  # [R, parts * channels]; a row is contiguous
-    scale: Fp32Ptr  # fp32 [R, blocks of the channels], of any strides; null in bf16
-    rows: Int32
-    channels: Int32  # channels of a part, a multiple of 64
-    parts: Int32  # parts of the channels, in each of which blocks restart; 1 in bf16
-    pitch: Int32  # elements from a row to the next one
-    scale_row: Int32  # stride of the scales from a row to the next one
-    scale_block: Int32  # stride of the scales from a block to the next one
-
-
-class Weights(NamedTuple):
-    """Stacked weights as an argument, like `Rows`."""
-
-    data: BytesPtr  # [L, N, parts * channels], or the transpose of a contiguous tensor in bf16
-    scale: Fp32Ptr  # fp32 [L, blocks of N, blocks of K], of any strides; null in bf16
-    experts: Int32
-    columns: Int32  # N, a multiple of 64
-    channels: Int32  # channels of a part of K, a multiple of 64
-    parts: Int32  # parts of K, in each of which blocks restart; 1 in bf16
-    blocks: Int32  # blocks of N
-    scale_expert: Int32  # stride of the scales from an expert to the next one
-    scale_n: Int32  # stride of the scales from a block of N to the next one
-    scale_k: Int32  # stride of the scales from a block of K to the next one
 
 
 def data_of(x: Matrix) -> Tensor:

@@ -35,8 +35,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
-from phalanx.kernels.sm90.gemm.operands import Rows
-from phalanx.kernels.sm90.gemm.tensors import array, matrix, struct
+from phalanx.kernels.sm90.gemm.tensors import Rows, array, matrix, struct
 from phalanx.kernels.sm90.jit import ptx
 
 ROWS = 16

@@ -56,6 +56,11 @@ from phalanx.kernels.sm90.wgrad.accumulate import Output, Stores
 _MMA_WARPS = 4 * MMA_GROUPS
 
 
+def choose(I: int) -> int:  # noqa: E741
+    """Columns of a tile: 256 or 192, whichever wastes fewer."""
+    return min((256, 192), key=lambda columns: -I % columns)
+
+
 class Factor(NamedTuple):
     """An operand as an argument: tensors and ints at a launch, pointers and Int32 in a kernel."""
 

@@ -32,12 +32,8 @@ from phalanx.kernels.sm90.wgrad.kernel import (
     WgradKernel,
     WgradMath,
     WgradPairKernel,
+    choose,
 )
-
-
-def choose(I: int) -> int:  # noqa: E741
-    """Columns of a tile: 256 or 192, whichever wastes fewer."""
-    return min((256, 192), key=lambda columns: -I % columns)
 
 
 def wgrad(

@@ -13,8 +13,8 @@ from phalanx.kernels.expert_mlp.calls import Operand
 from phalanx.kernels.sm90.gemm.mainloop import THREADS
 from phalanx.kernels.sm90.gemm.persistent import SMEM_BYTES
 from phalanx.kernels.sm90.wgrad.bf16 import Contraction, D, V
-from phalanx.kernels.sm90.wgrad.kernel import WgradConfig, WgradKernel
-from phalanx.kernels.sm90.wgrad.wgrad import choose, wgrad
+from phalanx.kernels.sm90.wgrad.kernel import WgradConfig, WgradKernel, choose
+from phalanx.kernels.sm90.wgrad.wgrad import wgrad
 from tests.kernels.sm90.sass import Sass
 
 ALL = [
