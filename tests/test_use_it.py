@@ -1,6 +1,6 @@
 """The examples of the pages as they are written, where no package is found that the page lacks.
 
-docs/use_it.md and docs/package.md need torch alone, docs/adapters.md the extra of a framework too.
+docs/use_it.md and docs/package.md need torch alone, others the extra of a framework too.
 """
 
 import importlib.metadata
@@ -31,7 +31,12 @@ print(*[example for example, code in codes.items() if code])
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
 """Runs programs in forks after an import, and prints those that failed and what was imported."""
-PAGES = {"docs/use_it.md": (), "docs/package.md": (), "docs/adapters.md": ("transformers",)}
+PAGES = {
+    "docs/use_it.md": (),
+    "docs/package.md": (),
+    "docs/adapters.md": ("transformers",),
+    "docs/jax.md": ("jax",),
+}
 """Pages, and the extras that they name."""
 
 

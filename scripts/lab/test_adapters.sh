@@ -14,11 +14,13 @@ check() {
   shift
   [ -d "$env" ] || "$base" -m venv --without-pip "$env"
   "$base" -m pip --python "$env/bin/python" install -q --no-deps --upgrade "${packages[@]}"
-  echo "$site" > "$(echo "$env"/lib/python*/site-packages)/zz_base.pth"
+  # Not the path alone: .pth files of .venv count too, as that of CuTe DSL.
+  echo "import site; site.addsitedir('$site')" > "$(echo "$env"/lib/python*/site-packages)/zz_base.pth"
   PYTHONPATH=$PWD "$env/bin/python" -m pytest -q -n 0 "$@"
 }
 
 check newest transformers accelerate -- tests/adapters/test_transformers_*.py
 check accelerate accelerate -- tests/adapters/test_transformers_expert_parallel.py
 check torchtitan torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard -- tests/adapters/test_torchtitan.py
+check jax jax==0.11.2 jaxlib==0.11.2 ml_dtypes opt_einsum scipy -- tests/extras/jax tests/test_use_it.py
 check veomni veomni==0.1.12 transformers==5.9.0 tokenizers==0.22.2 huggingface_hub==1.33.0 -- tests/adapters/test_veomni.py
