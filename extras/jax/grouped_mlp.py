@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.jax import reference
+from phalanx.jax.varying import vary_alike
 from phalanx.kernels.expert_mlp.activation import Activation
 
 BACKENDS = ("auto", "fused", "reference")
@@ -75,6 +76,8 @@ def grouped_mlp(
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     act = activation if isinstance(activation, Activation) else Activation(activation)
+    x_SD, counts_E, w1_EHD, w2_EDF = map(jnp.asarray, (x_SD, counts_E, w1_EHD, w2_EDF))
+    prob_S = None if prob_S is None else jnp.asarray(prob_S)
     _check(x_SD, counts_E, w1_EHD, w2_EDF, prob_S, act)
     why = _refuse(x_SD, w2_EDF, act)
     if backend == "fused" and why:
@@ -83,10 +86,10 @@ def grouped_mlp(
         backend = "reference"
         if jax.default_backend() == "gpu":
             warnings.warn(f"grouped_mlp runs its reference: fused {why}", stacklevel=2)
-    prob = None if prob_S is None else prob_S.astype(jnp.float32)
+    prob_S = None if prob_S is None else prob_S.astype(jnp.float32)
     ends = jnp.minimum(jnp.cumsum(counts_E.astype(jnp.int32)), x_SD.shape[0])
     offsets = jnp.pad(ends, (1, 0)).astype(jnp.int32)
-    return _mlp(Choice(act, backend), x_SD, offsets, w1_EHD, w2_EDF, prob)
+    return _mlp(Choice(act, backend), *vary_alike((x_SD, offsets, w1_EHD, w2_EDF, prob_S)))
 
 
 def _check(x: Any, counts: Any, w1: Any, w2: Any, prob: Any, act: Activation) -> None:

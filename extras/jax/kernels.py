@@ -19,6 +19,7 @@ from cutlass.jax import cutlass_call
 from cutlass.runtime import find_runtime_libraries
 
 from phalanx.jax import launchers
+from phalanx.jax.varying import vary_alike
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
@@ -82,7 +83,8 @@ class Kernels:
         loop = tiles.choose("grouped_gemm", columns, depth, transposed=transposed)
         config, output = GemmConfig(Linear(), loop), _bf16(a.shape[0], columns)
         y = self._call(launchers.grouped_gemm, config, (a, w, offsets), [output])[0]
-        return _cutlass(launchers.clear_padding, [output], {0: 0}, ctas=_ctas())(y, offsets)[0]
+        clear = _cutlass(launchers.clear_padding, [output], {0: 0}, ctas=_ctas())
+        return vary_alike(clear(y, offsets), like=(y,))[0]
 
     def _call(
         self, launcher: Any, config: Any, inputs: Sequence[Any], outputs: Sequence[Any]
@@ -91,7 +93,7 @@ class Kernels:
         every = [jax.ShapeDtypeStruct(counter.shape, counter.dtype), *outputs]
         call = _cutlass(launcher, every, {len(inputs): 0}, config=config, ctas=_ctas())
         self._counter, *results = call(*inputs, counter)
-        return results
+        return vary_alike(results, like=inputs)
 
 
 def _cutlass(

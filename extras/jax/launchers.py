@@ -12,7 +12,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
 
 from phalanx.kernels.sm90.gemm.gemm import Gemm
 from phalanx.kernels.sm90.gemm.tensors import Rows, Weights, matrix, vector, words
@@ -39,10 +39,10 @@ def fc1_act(
     """h[s] = x[s] @ w1[e]^T, written if it is given, and a[s] = act(h[s]) * prob[s]."""
     E, H, D = (Int32(n) for n in w1_EHD.shape)
     S, unused = Int32(x_SD.shape[0]), offsets.iterator
-    h = a_SF.iterator if cutlass.const_expr(h_SH is None) else h_SH.iterator
+    h, prob = _pointer(h_SH, BFloat16, unused), _pointer(prob_S, Float32, unused)
     epilogue = config.epilogue.host(
         *(config.mainloop, matrix(h, S, H), _rows(a_SF), words(_as(unused, Uint32), E, H)),
-        _floats(prob_S, unused, S),
+        vector(prob, S),
     )
     weights = _weights(w1_EHD, E, H, D)
     _run(config, (_rows(x_SD), weights, epilogue), offsets, counter, S, ctas, stream)
@@ -65,7 +65,7 @@ def grouped_gemm(
     unused = offsets.iterator
     epilogue = config.epilogue.host(
         *(config.mainloop, matrix(y_SN.iterator, S, N), words(_as(unused, Uint32), E, N)),
-        _floats(None, unused, S),
+        vector(_as(unused, Float32), S),
         *(unused, E, Int32(0), Int32(0)),  # of a kernel that signals
     )
     operands = _rows(a_SK), _weights(w, E, N, K), epilogue
@@ -92,11 +92,11 @@ def fc2_dgrad_dact(
     E, D, F = (Int32(n) for n in w2_EDF.shape)
     S, H = (Int32(n) for n in h_SH.shape)
     columns, unused = config.loop.columns, offsets.iterator
-    partial = _as(unused, Float32) if cutlass.const_expr(dprob_CS is None) else dprob_CS.iterator
+    prob, dprob = (_pointer(x, Float32, unused) for x in (prob_S, dprob_CS))
     layout = cute.make_layout(((F + (columns - 1)) // columns, S), stride=(S, 1))
     epilogue = config.epilogue.host(
         *(config.mainloop, matrix(h_SH.iterator, S, H), _rows(dh_SH), _rows(a_SF)),
-        *(_floats(prob_S, unused, S), cute.make_tensor(partial, layout)),
+        *(vector(prob, S), cute.make_tensor(dprob, layout)),
     )
     operands = _rows(dy_SD), _weights(w2_EDF, E, F, D), epilogue
     _run(config, operands, offsets, counter, S, ctas, stream)
@@ -116,12 +116,12 @@ def wgrad(
 ) -> None:
     """dw[e] = sum over the rows s of expert e of outer(d[s], v[s]); zeros without rows."""
     unused = offsets.iterator
-    d, v = (
-        Factor(_as(x.iterator, Uint8), _as(unused, Float32), *map(Int32, x.shape), *_PLAIN)
-        for x in (d_SO, v_SI)
+    index, order = unused, unused
+    WgradKernel(config)(
+        *(_factor(d_SO), _factor(v_SI), _as(dw_EOI.iterator, Uint8)),
+        *(index, offsets.iterator, order, counter.iterator),
+        *(Int32(dw_EOI.shape[0]), Int32(ctas), stream),
     )
-    arguments = d, v, _as(dw_EOI.iterator, Uint8), unused, unused, unused, counter.iterator
-    WgradKernel(config)(*arguments, Int32(dw_EOI.shape[0]), Int32(ctas), stream)
 
 
 @cute.jit
@@ -153,9 +153,6 @@ def _clear(first: cute.Pointer, offsets: cute.Tensor, S: Int32, width: Int32) ->
         at += cute.arch.grid_dim()[0] * THREADS
 
 
-_PLAIN = Int32(1), Int32(0), Int32(0)  # one part, and no strides of scales
-
-
 def _run(
     config: Any,
     operands: tuple[Rows, Weights, Any],
@@ -180,8 +177,14 @@ def _weights(w: cute.Tensor, E: Int32, columns: Int32, channels: Int32) -> Weigh
     return Weights(data, none, E, columns, channels, Int32(1), *[Int32(0)] * 4)
 
 
-def _floats(x: cute.Tensor | None, unused: cute.Pointer, size: Int32) -> cute.Tensor:
-    return vector(_as(unused, Float32) if x is None else x.iterator, size)
+def _factor(x: cute.Tensor) -> Factor:
+    tokens, channels = (Int32(n) for n in x.shape)
+    data, none = _as(x.iterator, Uint8), _as(x.iterator, Float32)
+    return Factor(data, none, tokens, channels, Int32(1), Int32(0), Int32(0))
+
+
+def _pointer(x: cute.Tensor | None, dtype: Any, unused: cute.Pointer) -> cute.Pointer:
+    return _as(unused, dtype) if x is None else x.iterator
 
 
 def _as(pointer: cute.Pointer, dtype: Any) -> cute.Pointer:

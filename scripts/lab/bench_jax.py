@@ -43,6 +43,8 @@ ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
 }
 NAMES = ("out", "dx", "dw1", "dw2", "dprob")
 TOLERATED = 1.5
+LARGEST = 0.01
+"""Relative error of an output in bf16 against fp32; its three roundings make some 0.0035."""
 
 
 def made(shape: tuple[int, int, int, int], act: Activation, prob: bool) -> list[Any]:
@@ -73,13 +75,13 @@ def check(name: str) -> list[str]:
     act, prob = ACTIVATIONS[name]
     arrays = made(CHECKED, act, prob)
     exact = [a if a is None else a.astype(jnp.float32) for a in arrays]
-    fused, plain = (with_gradients(act, backend) for backend in ("fused", "reference"))
+    fused, auto, plain = (with_gradients(act, name) for name in ("fused", "auto", "reference"))
     failures = []
     for case, counts in COUNTS.items():
         rows = min(sum(counts), CHECKED[0])
         # What the padding holds must not matter.
         given = [arrays[0].at[rows:].set(jnp.nan), *arrays[1:4], arrays[4].at[rows:].set(jnp.nan)]
-        ours, again = (fused(jnp.array(counts), *given) for _ in range(2))
+        ours, again = (step(jnp.array(counts), *given) for step in (fused, auto))
         with jax.default_matmul_precision("highest"):
             truth = plain(jnp.array(counts), *exact)
             theirs = plain(jnp.array(counts), *arrays)
@@ -95,7 +97,7 @@ def check(name: str) -> list[str]:
             if not error <= TOLERATED * allowed + 1e-7:  # NaN too
                 failures.append(f"{where}: error {error:.2e}, of the reference {allowed:.2e}")
             if not np.array_equal(a, b):
-                failures.append(f"{where}: differs from call to call")
+                failures.append(f"{where}: backend='auto' differs from 'fused'")
             if which in ("out", "dx", "dprob") and a[rows:].any():
                 failures.append(f"{where}: not 0 in the padding")
         print(f"  {name}, {case}: largest relative error {worst:.1e}", flush=True)
@@ -124,13 +126,26 @@ def of_equal_experts(x: Any, w1: Any, w2: Any, prob: Any) -> Any:
     return jnp.einsum("esf,edf->esd", a.astype(x.dtype), w2).reshape(S, D)
 
 
-def bench(shape: tuple[int, int, int, int]) -> None:
-    """Print times of equal and of uneven experts."""
+def error_of_experts(out: Any, sizes: Any, x: Any, w1: Any, w2: Any, prob: Any) -> float:
+    """Largest relative error of three SwiGLU experts, against fp32."""
+    errors, ends = [], np.cumsum(sizes)
+    for e in (0, len(w1) // 2, len(w1) - 1):
+        rows = slice(int(ends[e] - sizes[e]), int(ends[e]))
+        arrays = (a.astype(jnp.float32) for a in (x[rows], w1[e : e + 1], w2[e : e + 1]))
+        with jax.default_matmul_precision("highest"):
+            exact = of_equal_experts(*arrays, prob[rows])
+        errors.append(float(jnp.linalg.norm(out[rows] - exact) / jnp.linalg.norm(exact)))
+    return float(np.max(errors))  # NaN if one is
+
+
+def bench(shape: tuple[int, int, int, int]) -> list[str]:
+    """Print times of equal and of uneven experts; returns failures."""
     S, D, F, E = shape
     act = ACTIVATIONS["swiglu"][0]
     x, w1, w2, prob, dy = made(shape, act, True)
     share = np.random.default_rng(0).dirichlet(np.full(E, 4.0))
-    counts = {"equal experts": np.full(E, S // E), "uneven experts": np.floor(share * S)}
+    floor = np.floor(share * S).astype(int)
+    counts = {"equal experts": np.full(E, S // E), "uneven experts": floor}
     step = with_gradients(act, "fused")
     forward = jax.jit(
         lambda counts, *args: grouped_mlp(args[0], counts, *args[1:], backend="fused")
@@ -144,13 +159,18 @@ def bench(shape: tuple[int, int, int, int]) -> None:
         tflops = passes * 6e-9 * rows * D * F / ms
         print(f"  {name:<52} {ms:8.3f} ms {tflops:7.0f} TFLOP/s", flush=True)
 
+    failures = []
     for name, sizes in counts.items():
         given, rows = jnp.asarray(sizes, jnp.int32), int(sizes.sum())
         row(f"kernels, {name}: forward", rows, 1, forward, given, x, w1, w2, prob)
         row(f"kernels, {name}: forward and backward", rows, 3, step, given, x, w1, w2, prob, dy)
+        error = error_of_experts(forward(given, x, w1, w2, prob), sizes, x, w1, w2, prob)
+        if not error < LARGEST:
+            failures.append(f"{name}: error {error:.1e} of the output, above {LARGEST}")
     if S % E == 0:
         row("einsum, equal experts: forward", S, 1, equal, x, w1, w2, prob)
         row("einsum, equal experts: forward and backward", S, 3, equal_step, x, w1, w2, prob, dy)
+    return failures
 
 
 def main() -> int:
@@ -164,9 +184,9 @@ def main() -> int:
         return 1
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
     failures = [failure for name in ACTIVATIONS for failure in check(name)]
-    print("\n".join(failures) or "checks passed", flush=True)
     if not args.checks_only:
-        bench(tuple(args.shape))
+        failures += bench(tuple(args.shape))
+    print("\n".join(failures) or "checks passed", flush=True)
     return 1 if failures else 0
 
 

@@ -134,6 +134,26 @@ def test_both_names_run_the_reference_on_a_cpu(backend: str) -> None:
     assert np.linalg.norm(found[1] - exact[1]) < 6e-3 * np.linalg.norm(exact[1])
 
 
+def test_gradients_of_weights_are_summed_over_a_mesh() -> None:
+    """With the check of what varies over an axis, which custom calls do not say by themselves."""
+    draw = np.random.default_rng(0)
+    shapes = (S, 64), (E, 2 * 64, 64), (E, 64, 64)
+    arrays = [jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    counts, mesh = jnp.array(COUNTS["uneven"]), jax.make_mesh((1,), ("data",))
+
+    def mlp(x: Any, w1: Any, w2: Any) -> Any:
+        return grouped_mlp(x, counts, w1, w2)
+
+    rows, every = jax.P("data"), jax.P()
+    sharded = jax.shard_map(mlp, mesh=mesh, in_specs=(rows, every, every), out_specs=rows)
+    found, exact = (
+        jax.jit(jax.grad(lambda *a, f=f: jnp.square(f(*a)).sum(), argnums=(0, 1, 2)))(*arrays)
+        for f in (sharded, mlp)
+    )
+    for a, b in zip(found, exact, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 def test_lowered_for_a_gpu_without_one_and_without_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOWERED], capture_output=True, text=True, cwd=ROOT, timeout=300
@@ -164,6 +184,7 @@ N = jnp.ones(E, jnp.int32)
         ((X, N, W1, W2, N), {}, "prob must be [S], here [24], not [5]"),
         ((X, N, W1, W2), {"backend": "cuda"}, "unknown backend 'cuda': use one of auto, fused, "),
         ((X, N, W1, W2), {"backend": "fused"}, "backend='fused' needs bfloat16, not float32: use "),
+        (([X], N, W1, W2), {}, "x must be rows [S, D] of floats, not float32 [1, 24, 16]"),
         ((X, N, W1, W2), {"activation": "silu"}, "unknown activation 'silu': use one of swiglu, "),
     ],
 )
