@@ -26,7 +26,7 @@ _MULTIPLE = 64  # of channels, for the fused kernels
 
 
 class Choice(NamedTuple):
-    """What is compiled in."""
+    """Choices that are compiled in."""
 
     act: Activation
     backend: str
@@ -186,7 +186,6 @@ def _on_platform(backend: str, compute: Callable[..., Any], args: tuple[Any, ...
 
     if backend == "fused":
         return fused(*args)
-    plain = partial(compute, reference)
     if backend == "reference":
-        return plain(*args)
-    return jax.lax.platform_dependent(*args, cuda=fused, default=plain)
+        return compute(reference, *args)
+    return jax.lax.platform_dependent(*args, cuda=fused, default=partial(compute, reference))

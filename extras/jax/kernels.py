@@ -24,7 +24,6 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
 from phalanx.kernels.sm90.gemm.gemm import GemmConfig
-from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.wgrad.bf16 import Contraction
 from phalanx.kernels.sm90.wgrad.kernel import WgradConfig, choose
 
@@ -58,10 +57,13 @@ class Kernels:
         self, dy_SD: Any, w2_EDF: Any, h_SH: Any, offsets: Any, prob_S: Any, act: Activation
     ) -> tuple[Any, Any, Any]:
         (S, H), (_, D, F) = h_SH.shape, w2_EDF.shape
-        config = GemmConfig(ActGrad(act, prob_S is not None), _dgrad_tile(act, D, F))
+        loop = tiles.choose("fc2_dgrad_dact", F, D, transposed=True)
+        if act.kind == "geglu":  # as in `kernels.sm90.experts.fc2_dgrad_dact`
+            loop = tiles.configured("pp128", transposed=True)
+        config = GemmConfig(ActGrad(act, prob_S is not None), loop)
         outputs = [_bf16(S, H), _bf16(S, F)]
         if prob_S is not None:
-            outputs.append(jax.ShapeDtypeStruct((-(-F // config.loop.columns), S), jnp.float32))
+            outputs.append(jax.ShapeDtypeStruct((-(-F // loop.columns), S), jnp.float32))
         inputs = dy_SD, w2_EDF, h_SH, offsets, prob_S
         dh, a, *partial_CS = self._call(launchers.fc2_dgrad_dact, config, inputs, outputs)
         if prob_S is None:
@@ -73,8 +75,8 @@ class Kernels:
         return self._rows(dh_SH, w1_EHD, offsets, D, H, transposed=True)
 
     def wgrad(self, d_SO: Any, v_SI: Any, offsets: Any) -> Any:
-        E, O, I = offsets.shape[0] - 1, d_SO.shape[1], v_SI.shape[1]  # noqa: E741
-        config, output = WgradConfig(Contraction(choose(I))), _bf16(E, O, I)
+        config = WgradConfig(Contraction(choose(v_SI.shape[1])))
+        output = _bf16(offsets.shape[0] - 1, d_SO.shape[1], v_SI.shape[1])
         return self._call(launchers.wgrad, config, (d_SO, v_SI, offsets), [output])[0]
 
     def _rows(
@@ -103,8 +105,7 @@ def _cutlass(
     _load_runtime()
     return cutlass_call(
         launcher,
-        output_shape_dtype=tuple(outputs),
-        input_output_aliases=aliases,
+        **dict(output_shape_dtype=tuple(outputs), input_output_aliases=aliases),
         compile_options="--gpu-arch sm_90a",
         # Without it the kernel is traced a second time at each lowering to find it.
         compile_key=launcher,
@@ -114,15 +115,9 @@ def _cutlass(
 
 @cache
 def _load_runtime() -> None:
-    """Where no GPU has loaded it, an object of the compiler does not find its symbols."""
+    """Load the compiler's runtime, which an object needs also where there is no GPU."""
     for library in find_runtime_libraries(enable_tvm_ffi=False):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-
-
-def _dgrad_tile(act: Activation, depth: int, columns: int) -> Mainloop:
-    if act.kind == "geglu":  # as in `kernels.sm90.experts.fc2_dgrad_dact`
-        return tiles.configured("pp128", transposed=True)
-    return tiles.choose("fc2_dgrad_dact", columns, depth, transposed=True)
 
 
 def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
@@ -133,6 +128,6 @@ def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
 def _ctas() -> int:
     """One an SM of this host's GPUs. More than there are SMs would work too: tiles are claimed."""
     try:
-        return int(jax.local_devices(backend="cuda")[0].core_count)
-    except RuntimeError:
+        return int(getattr(jax.local_devices(backend="cuda")[0], "core_count", _SMS))
+    except RuntimeError:  # there is none
         return _SMS

@@ -44,8 +44,9 @@ def fc1_act(
         *(config.mainloop, matrix(h, S, H), _rows(a_SF), words(_as(unused, Uint32), E, H)),
         vector(prob, S),
     )
-    weights = _weights(w1_EHD, E, H, D)
-    _run(config, (_rows(x_SD), weights, epilogue), offsets, counter, S, ctas, stream)
+    operands = _rows(x_SD), _weights(w1_EHD, E, H, D), epilogue
+    pointers = unused, offsets.iterator, counter.iterator, None  # no index, no rows in flight
+    Gemm(config).run(*operands, *pointers, S, Int32(ctas), stream)
 
 
 @cute.jit
@@ -69,7 +70,8 @@ def grouped_gemm(
         *(unused, E, Int32(0), Int32(0)),  # of a kernel that signals
     )
     operands = _rows(a_SK), _weights(w, E, N, K), epilogue
-    _run(config, operands, offsets, counter, S, ctas, stream)
+    pointers = unused, offsets.iterator, counter.iterator, None  # no index, no rows in flight
+    Gemm(config).run(*operands, *pointers, S, Int32(ctas), stream)
 
 
 @cute.jit
@@ -99,7 +101,8 @@ def fc2_dgrad_dact(
         *(vector(prob, S), cute.make_tensor(dprob, layout)),
     )
     operands = _rows(dy_SD), _weights(w2_EDF, E, F, D), epilogue
-    _run(config, operands, offsets, counter, S, ctas, stream)
+    pointers = unused, offsets.iterator, counter.iterator, None  # no index, no rows in flight
+    Gemm(config).run(*operands, *pointers, S, Int32(ctas), stream)
 
 
 @cute.jit
@@ -115,13 +118,9 @@ def wgrad(
     ctas: cutlass.Constexpr,
 ) -> None:
     """dw[e] = sum over the rows s of expert e of outer(d[s], v[s]); zeros without rows."""
-    unused = offsets.iterator
-    index, order = unused, unused
-    WgradKernel(config)(
-        *(_factor(d_SO), _factor(v_SI), _as(dw_EOI.iterator, Uint8)),
-        *(index, offsets.iterator, order, counter.iterator),
-        *(Int32(dw_EOI.shape[0]), Int32(ctas), stream),
-    )
+    index, order, operands = offsets.iterator, offsets.iterator, (_factor(d_SO), _factor(v_SI))
+    pointers = _as(dw_EOI.iterator, Uint8), index, offsets.iterator, order, counter.iterator
+    WgradKernel(config)(*operands, *pointers, Int32(dw_EOI.shape[0]), Int32(ctas), stream)
 
 
 @cute.jit
@@ -129,7 +128,6 @@ def clear_padding(
     stream: cuda.CUstream,
     y_SD: cute.Tensor,
     offsets: cute.Tensor,
-    *,
     ctas: cutlass.Constexpr,
 ) -> None:
     """Rows from the last expert's end on become 0; others are left alone. D is a multiple of 8."""
@@ -153,23 +151,8 @@ def _clear(first: cute.Pointer, offsets: cute.Tensor, S: Int32, width: Int32) ->
         at += cute.arch.grid_dim()[0] * THREADS
 
 
-def _run(
-    config: Any,
-    operands: tuple[Rows, Weights, Any],
-    offsets: cute.Tensor,
-    counter: cute.Tensor,
-    S: Int32,
-    ctas: int,
-    stream: cuda.CUstream,
-) -> None:
-    index, pointers = offsets.iterator, (offsets.iterator, counter.iterator)
-    Gemm(config).run(*operands, index, *pointers, None, S, Int32(ctas), stream)
-
-
 def _rows(x: cute.Tensor) -> Rows:
-    rows, channels = (Int32(n) for n in x.shape)
-    data, none = _as(x.iterator, Uint8), _as(x.iterator, Float32)
-    return Rows(data, none, rows, channels, Int32(1), channels, Int32(0), Int32(0))
+    return Rows(*_matrix(x), Int32(1), Int32(x.shape[1]), Int32(0), Int32(0))
 
 
 def _weights(w: cute.Tensor, E: Int32, columns: Int32, channels: Int32) -> Weights:
@@ -178,9 +161,12 @@ def _weights(w: cute.Tensor, E: Int32, columns: Int32, channels: Int32) -> Weigh
 
 
 def _factor(x: cute.Tensor) -> Factor:
-    tokens, channels = (Int32(n) for n in x.shape)
-    data, none = _as(x.iterator, Uint8), _as(x.iterator, Float32)
-    return Factor(data, none, tokens, channels, Int32(1), Int32(0), Int32(0))
+    return Factor(*_matrix(x), Int32(1), Int32(0), Int32(0))
+
+
+def _matrix(x: cute.Tensor) -> tuple[Any, Any, Any, Any]:
+    rows, channels = map(Int32, x.shape)
+    return _as(x.iterator, Uint8), _as(x.iterator, Float32), rows, channels
 
 
 def _pointer(x: cute.Tensor | None, dtype: Any, unused: cute.Pointer) -> cute.Pointer:

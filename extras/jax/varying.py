@@ -21,5 +21,4 @@ def _vary(x: Any, axes: set[Any]) -> Any:
 
 
 def _axes(x: Any) -> frozenset[Any]:
-    varying: frozenset[Any] = jax.typeof(x).manual_axis_type.varying  # `vma` before jax 0.11
-    return varying
+    return frozenset(jax.typeof(x).manual_axis_type.varying)  # `vma` before jax 0.11
