@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("phalanx", "FRAGMENT")
+# A copy of this package that is imported by another name than `phalanx` has ops of its own.
+_LIBRARY = torch.library.Library(__name__.partition(".")[0], "FRAGMENT")
 OPS: dict[str, "CustomOp"] = {}  # by name: `phalanx::plan`
 
 
@@ -23,12 +24,12 @@ class CustomOp:
     """
 
     def __init__(self, name: str, compute: Callable[..., Any]) -> None:
-        self._name, self.compute = f"phalanx::{name}", compute
+        self._name, self.compute = f"{_LIBRARY.ns}::{name}", compute
         OPS[self._name] = self
         schema = torch.library.infer_schema(compute, mutates_args=())
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
-        self.overload: torch._ops.OpOverload = getattr(torch.ops.phalanx, name).default
+        self.overload = getattr(getattr(torch.ops, _LIBRARY.ns), name).default
 
     def __call__(self, *args: Any) -> Any:
         return self.overload(*args)

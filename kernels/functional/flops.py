@@ -20,7 +20,7 @@ def register_flops() -> None:
     """
     from torch.utils.flop_counter import register_flop_formula
 
-    ops = torch.ops.phalanx
+    ops = getattr(torch.ops, __name__.partition(".")[0])
     register_flop_formula(ops.grouped_mlp, get_raw=True)(_forward)
     register_flop_formula(ops.grouped_mlp_backward, get_raw=True)(_backward)
 
