@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from phalanx.adapters.transformers.modules import NAME, experts_of, facts_of, names_of
+from phalanx.adapters.transformers.modules import FACTS, NAME, experts_of, facts_of, names_of
 from phalanx.kernels import api
 from phalanx.kernels.api import ExpertOptions, TopK, keep_converted
 
@@ -87,7 +87,7 @@ def convert(model: nn.Module) -> int:
         keep_converted(experts, layout, names_of(experts))
         experts.is_transposed = Converted()
         experts._apply_gate = _refuse  # transformers' eager experts call it
-        experts._phalanx = activation, "halves"
+        setattr(experts, FACTS, (activation, "halves"))
     return len(others)
 
 

@@ -92,6 +92,8 @@ def _candidates(limits: list[float], alphas: list[float], *, gated: bool) -> Ite
 
 
 NAME = "phalanx"  # value of `experts_implementation`
+FACTS = f"_{__name__.partition('.')[0]}"
+"""Attribute of a module with what is known of it: another copy of this package has another one."""
 
 
 def prepare(model: nn.Module) -> None:
@@ -117,7 +119,7 @@ def is_dispatched(module: Any) -> bool:
 
 def facts_of(experts: Any) -> tuple[Activation, str]:
     """Activation and present layout; ValueError for experts that the kernels do not compute."""
-    facts: tuple[Activation, str] | None = experts.__dict__.get("_phalanx")
+    facts: tuple[Activation, str] | None = experts.__dict__.get(FACTS)
     return _recognised(experts) if facts is None else facts
 
 
@@ -134,7 +136,7 @@ def _recognised(experts: Any) -> tuple[Activation, str]:
             "in bf16"
         )
     facts = activation_of(experts), _layout(experts)
-    experts._phalanx = facts
+    setattr(experts, FACTS, facts)
     return facts
 
 
