@@ -1,12 +1,19 @@
 """Build the wheel whose kernels are compiled, and the source distribution.
 
-    python scripts/lab/release/build_wheel.py [--out FOLDER] [--jobs N] [--cache FOLDER]
+    python scripts/lab/release/build_wheel.py [--kernels all|common|none] [--list] [--out FOLDER]
+        [--jobs N] [--cache FOLDER]
 
-Needs no GPU, but CuTe DSL and a C compiler (pip install '.[compile]', gcc). The wheel contains the
-kernels of kernels/sm90/jit/shipped.py for sm_90a and this machine type, as shared libraries: who
-installs it needs torch alone. The source distribution contains none; kernels of an installation
-from it are compiled at their first launch, with CuTe DSL. Objects stay in the cache, so that a
-second call links and packs only.
+Needs no GPU, but CuTe DSL and a C compiler (pip install '.[compile]', gcc). The wheel contains
+kernels for sm_90a and this machine type, as shared libraries: who installs it needs torch alone.
+
+all     those of kernels/sm90/jit/shipped.py (default)
+common  those of `phalanx.MoE` in bf16 with the sizes of the published models in configs/model,
+        trained or not (scripts/lab/release/model_kernels.py); needs '.[train]'
+none    no kernels: a plain wheel for any machine, built in seconds
+
+A kernel takes some 7 s of CPU; --list prints the kernels and the time, and builds nothing. Objects
+stay in the cache, so that a second call links and packs only. The source distribution contains no
+kernels; what an installation has not is compiled at its first launch, with CuTe DSL.
 """
 
 import argparse
@@ -20,46 +27,66 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from phalanx.configs import programs
+from phalanx.configs.knobs import pluralize
 from phalanx.kernels.cache import Cache, folder
 
 ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 7  # of CPU to compile a kernel, on average
 GLIBC = "2_28"  # C library in the wheel's name; symbols are older
 
 
-def library(number: int, cache: Path, target: Path) -> int:
-    """Compile and link kernel `number` of a wheel; returns its size in bytes."""
-    from phalanx.kernels import compiled_libraries as libraries
-    from phalanx.kernels.sm90.jit import launch
+def selected(which: str) -> dict[tuple[type, Any], list[str]]:
+    """Kernels of a choice of `--kernels`, and for `common` the models that launch each."""
+    if which == "none":
+        return {}
+    if which == "common":
+        from phalanx.scripts.lab.release.model_kernels import common
+
+        return common()
     from phalanx.kernels.sm90.jit.shipped import COMPILED, with_capabilities
 
-    kernel, config = with_capabilities(COMPILED)[number]
-    path = target / launch.library_name(kernel, config)
-    libraries.link(launch.build(kernel, config, Cache(cache)), launch.PREFIX, path)
+    return {kernel: [] for kernel in with_capabilities(COMPILED)}
+
+
+def library(key: tuple[type, Any], cache: Path, target: Path) -> int:
+    """Compile and link a kernel of a wheel; returns its size in bytes."""
+    from phalanx.kernels import compiled_libraries as libraries
+    from phalanx.kernels.sm90.jit import launch
+
+    path = target / launch.library_name(*key)
+    libraries.link(launch.build(*key, Cache(cache)), launch.PREFIX, path)
     return path.stat().st_size
 
 
-def libraries_of(cache: Path, target: Path, jobs: int) -> int:
-    """Compile and link all kernels; returns their size in bytes together."""
-    from phalanx.kernels.sm90.jit.shipped import COMPILED, with_capabilities
-
+def libraries_of(keys: Sequence[tuple[type, Any]], cache: Path, target: Path, jobs: int) -> int:
+    """Compile and link kernels; returns their size in bytes together."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    count, total, started = len(with_capabilities(COMPILED)), 0, time.monotonic()
+    total, started = 0, time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as workers:
-        sizes = workers.map(library, range(count), [cache] * count, [target] * count)
+        sizes = workers.map(library, keys, repeat(cache), repeat(target))
         for done, size in enumerate(sizes, start=1):
             total += size
-            if done % 50 == 0 or done == count:
-                print(f"{done} of {count} kernels, {time.monotonic() - started:.0f} s", flush=True)
+            if done % 50 == 0 or done == len(keys):
+                seconds = time.monotonic() - started
+                print(f"{done} of {len(keys)} kernels, {seconds:.0f} s", flush=True)
     return total
 
 
+def duration(kernels: int, jobs: int) -> str:
+    """How long kernels take that are not in the cache."""
+    minutes = kernels * SECONDS / jobs / 60
+    return f"{pluralize(kernels, 'kernel')}, {minutes:.0f} min with --jobs {jobs}"
+
+
 def pack(libraries: Path, out: Path) -> Path:
-    """Build the source distribution, and from it the wheel with the libraries; returns that."""
+    """Build the source distribution, and from it the wheel with the libraries, if there are any."""
     with tempfile.TemporaryDirectory() as temporary:
         tree = Path(temporary) / "phalanx"
         listed = subprocess.run(
@@ -69,9 +96,11 @@ def pack(libraries: Path, out: Path) -> Path:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
         _backend("build_sdist", out, tree)
-        shutil.copytree(libraries, tree / "kernels" / "compiled")
-        tag = f"manylinux_{GLIBC}_{platform.machine()}"
-        _backend("build_wheel", out, tree, **{"--build-option": ["--plat-name", tag]})
+        tag = list[str]()
+        if any(libraries.iterdir()):
+            shutil.copytree(libraries, tree / "kernels" / "compiled")
+            tag = ["--plat-name", f"manylinux_{GLIBC}_{platform.machine()}"]
+        _backend("build_wheel", out, tree, **{"--build-option": tag})
     return max(out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
@@ -85,6 +114,8 @@ def _backend(hook: str, out: Path, tree: Path, **settings: list[str]) -> None:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = programs.parser("build_wheel", __doc__)
+    parser.add_argument("--kernels", choices=("all", "common", "none"), default="all")
+    parser.add_argument("--list", action="store_true", help="print the kernels, build nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="FOLDER")
     parser.add_argument("--cache", type=Path, default=folder(), metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
@@ -93,8 +124,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
+    keys = selected(args.kernels)
+    if args.list:
+        for (kernel, config), models in keys.items():
+            print(f"{kernel.__name__} {config}", *([", ".join(models)] if models else []), sep="  ")
+    print(f"{duration(len(keys), args.jobs)}, less those in {args.cache}", flush=True)
+    if args.list:
+        return 0
     with tempfile.TemporaryDirectory() as temporary:
-        total = libraries_of(args.cache, Path(temporary), args.jobs)
+        total = libraries_of([*keys], args.cache, Path(temporary), args.jobs) if keys else 0
         wheel = pack(Path(temporary), args.out)
     size = wheel.stat().st_size
     print(f"{wheel}: {size / 2**20:.1f} MiB, its kernels {total / 2**20:.1f} MiB unpacked")
