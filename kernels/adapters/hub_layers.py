@@ -1,4 +1,4 @@
-"""Layers for `kernels.kernelize` of Hugging Face: forward passes in place of those of transformers.
+"""Layers for `kernelize` of Hugging Face's kernels: forward passes in place of transformers'.
 
 `scripts/lab/release/build_hub_kernel.py` packs them as the `layers` of a kernel repository.
 `kernelize` binds a forward pass of this file to the module that it replaces, so that `self` is that

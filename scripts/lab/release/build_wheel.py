@@ -7,8 +7,9 @@ Needs no GPU, but CuTe DSL and a C compiler (pip install '.[compile]', gcc). The
 kernels for sm_90a and this machine type, as shared libraries: who installs it needs torch alone.
 
 all     those of kernels/sm90/jit/shipped.py (default)
-common  those of `phalanx.MoE` in bf16 with the sizes of the published models in configs/model,
-        trained or not (scripts/lab/release/model_kernels.py); needs '.[train]'
+common  those of `kernels.functional.moe.MoE` in bf16 with the sizes of published models in
+        configs/model, with gradients and without (scripts/lab/release/model_kernels.py); needs
+        '.[train]'
 none    no kernels: a plain wheel for any machine, built in seconds
 
 A kernel takes some 7 s of CPU; --list prints the kernels and the time, and builds nothing. Objects

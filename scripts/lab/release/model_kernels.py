@@ -1,8 +1,9 @@
 """Kernels that MoE layers of published models launch, recorded without a GPU.
 
-A layer of each model in configs/model, `phalanx.MoE` in bf16 with the model's sizes, is called with
-fake tensors of a CUDA device, and its kernels are noted where they would be launched: forward and
-backward pass, with gradients and without. Tiny models are left out. Needs CuTe DSL and Hydra.
+A layer of each model in configs/model, `kernels.functional.moe.MoE` in bf16 with the model's sizes,
+is called with fake tensors of a CUDA device, and its kernels are noted where they would be
+launched: forward and backward pass, with gradients and without. Tiny models are left out. Needs
+CuTe DSL and Hydra.
 """
 
 import importlib
