@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from phalanx import __version__
 from phalanx.configs import programs
+from phalanx.configs.knobs import pluralize
 from phalanx.kernels import api
 from phalanx.kernels.availability import CUTLASS_DSL
 
@@ -153,10 +154,10 @@ def build(out: Path) -> list[Path]:
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name} {len(content)} ".encode() + content)
-    shutil.rmtree(out / "build", ignore_errors=True)
     variants = list[Path]()
     for backend in ("cuda", "cpu"):
         variants.append(folder := out / "build" / f"torch-{backend}")
+        shutil.rmtree(folder, ignore_errors=True)
         metadata = {
             "id": f"phalanx_moe_{backend}_{digest.hexdigest()[:10]}",
             "name": programs.DISTRIBUTION,
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for variant in variants:
         found = [path for path in variant.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in found)
-        print(f"{variant}: {len(found)} files, {size / 2**20:.1f} MiB")
+        print(f"{variant}: {pluralize(len(found), 'file')}, {size / 2**20:.1f} MiB")
     return 0
 
 
