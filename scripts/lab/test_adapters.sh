@@ -24,4 +24,4 @@ check accelerate accelerate -- tests/adapters/test_transformers_expert_parallel.
 check torchtitan torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard -- tests/adapters/test_torchtitan.py
 check jax jax==0.11.2 jaxlib==0.11.2 ml_dtypes opt_einsum scipy -- tests/extras/jax tests/test_use_it.py
 check veomni veomni==0.1.12 transformers==5.9.0 tokenizers==0.22.2 huggingface_hub==1.33.0 -- tests/adapters/test_veomni.py
-check hub kernels==0.17.2 tomlkit sigstore -- tests/lab/test_build_hub_kernel.py
+check hub kernels==0.17.2 -- tests/lab/test_build_hub_kernel.py
