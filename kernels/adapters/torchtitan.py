@@ -1,15 +1,17 @@
 """The experts in the models of torchtitan, by its overrides.
 
-    torchtitan ... --override.imports phalanx.adapters.torchtitan.experts
+    torchrun -m torchtitan.train --module deepseek_v3 --config deepseek_v3_16b \
+        --override.imports phalanx.adapters.torchtitan.experts
 
-`experts` replaces the experts, which take rows that torchtitan's dispatcher has sorted, on any
-mesh. `routed_experts` in its place also replaces the sorting of a rank that has all experts, which
-then takes no copy of the rows.
+`experts` replaces the experts, GPT-OSS's too, which take rows that torchtitan's dispatcher has
+sorted, on any mesh. `routed_experts` in its place also replaces the sorting of a rank that has all
+experts, which then takes no copy of the rows.
 
 Parameters are cast to bf16 in each call, as torchtitan does. The halves w1 and w3 are one parameter
-w13, and checkpoints have them apart, under torchtitan's keys.
+w13, and checkpoints have them apart, under torchtitan's keys. Those of GPT-OSS stay torchtitan's.
 
-Legend: E local experts, D model, F hidden, R rows sorted by expert, T tokens, K experts per token.
+Legend: E local experts, D model, F hidden, G gates and ups (2F), R rows sorted by expert, N rows or
+tokens, K experts per token.
 """
 
 from collections.abc import Callable
@@ -24,14 +26,31 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.parallel_dims import SpmdLayout
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
 from phalanx.kernels import api
-from phalanx.kernels.api import SortedRows, TopK, resolve_backend
+from phalanx.kernels.api import Activation, SortedRows, TopK, resolve_backend
 
 _W13, _W1, _W2, _W3 = "w13_E2FD", "w1_EFD", "w2_EDF", "w3_EFD"
 
 
-class Experts(GroupedExperts):
+class _Kernels:
+    """The call of the kernels, for modules with `backend`, `weights()` and `options()`."""
+
+    @property
+    def resolved_backend(self) -> str:
+        w1, w2, *_ = self.weights()
+        return resolve_backend(w1, w1, w2, **self.options()).backend
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        return self.compute(x_RD, SortedRows(num_tokens_per_expert_E))
+
+    def compute(self, x_ND: Tensor, routing: SortedRows | TopK) -> Tensor:
+        """Results in the dtype of x, computed in bf16."""
+        return api.experts(x_ND.bfloat16(), routing, self.weights(), self.options()).type_as(x_ND)
+
+
+class Experts(_Kernels, GroupedExperts):
     """SwiGLU experts: w13_E2FD [E, 2, F, D], gate and up, and w2_EDF [E, D, F]."""
 
     @dataclass(kw_only=True, slots=True)
@@ -51,23 +70,39 @@ class Experts(GroupedExperts):
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """w1 [E, 2F, D] and w2 [E, D, F] in bf16, the parts of this rank."""
-        w13_E2FD, w2_EDF = (
-            w.to_local() if isinstance(w, DTensor) else w for w in (self.w13_E2FD, self.w2_EDF)
+        return _local(self.w13_E2FD).bfloat16().flatten(1, 2), _local(self.w2_EDF).bfloat16()
+
+    def options(self) -> api.ExpertOptions:
+        return {"backend": self.backend}
+
+
+class GptOssExperts(_Kernels, GptOssGroupedExperts):
+    """GPT-OSS's experts, with torchtitan's parameters, whose gates and ups alternate."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        """Sizes of torchtitan's experts, and the kernels."""
+
+        backend: str = "auto"  # of `kernels.api.experts`
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.backend = config.backend
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """w1 [E, G, D], w2 [E, D, F] and biases [E, G] and [E, D] in bf16, of this rank."""
+        ranks = _tensor_ranks(self.mlp1_weight_EGD)
+        w1, w2, b1 = (
+            _local(w).bfloat16()
+            for w in (self.mlp1_weight_EGD, self.mlp2_weight_EDF, self.mlp1_bias_EG)
         )
-        return w13_E2FD.bfloat16().flatten(1, 2), w2_EDF.bfloat16()
+        # Ranks that share an expert each add a part of b2, and have its whole gradient.
+        b2 = ScaleBiasForward.apply(_local(self.mlp2_bias_ED), ranks, torch.bfloat16)
+        return w1, w2, b1, b2
 
-    @property
-    def resolved_backend(self) -> str:
-        w1, w2 = self.weights()
-        return resolve_backend(w1, w1, w2, backend=self.backend).backend
-
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        return self.compute(x_RD, SortedRows(num_tokens_per_expert_E))
-
-    def compute(self, x_ND: Tensor, routing: SortedRows | TopK) -> Tensor:
-        """Results in the dtype of x, computed in bf16."""
-        options: api.ExpertOptions = {"backend": self.backend}
-        return api.experts(x_ND.bfloat16(), routing, self.weights(), options).type_as(x_ND)
+    def options(self) -> api.ExpertOptions:
+        activation = Activation("quick_geglu", limit=self.swiglu_limit, offset=1.0)
+        return {"backend": self.backend, "activation": activation, "layout": "interleaved"}
 
 
 class Routed(RoutedExperts):
@@ -87,9 +122,13 @@ class Routed(RoutedExperts):
         return self.inner_experts.compute(x_BLD, TopK(topk_expert_ids_BLK, topk_scores_BLK))
 
 
-@override(target=GroupedExperts.Config, exact=True, description="Experts of phalanx, fused.")
+@override(target=GroupedExperts.Config, description="Experts of phalanx, fused.")
 def experts(cfg: GroupedExperts.Config, *, backend: str = "auto") -> GroupedExperts.Config:
-    """The config of the kernels' experts; subclasses such as GPT-OSS's stay torchtitan's."""
+    """The config of the kernels' experts; other subclasses than GPT-OSS's stay torchtitan's."""
+    if type(cfg) is GptOssGroupedExperts.Config:
+        return derive(cfg, GptOssExperts.Config, backend=backend)
+    if type(cfg) is not GroupedExperts.Config:
+        return cfg
     made = derive(cfg, Experts.Config, backend=backend, param_init=_inits(cfg.param_init))
     if cfg.sharding_config is not None:
         layouts = dict(cfg.sharding_config.state_shardings)
@@ -102,12 +141,22 @@ def experts(cfg: GroupedExperts.Config, *, backend: str = "auto") -> GroupedExpe
 @override(target=RoutedExperts.Config, exact=True, description="Routing to experts of phalanx.")
 def routed_experts(cfg: RoutedExperts.Config, *, backend: str = "auto") -> RoutedExperts.Config:
     """The config of `Routed` where a rank has all experts, else of `experts` alone."""
-    if type(cfg.inner_experts) is not GroupedExperts.Config:
-        return cfg
     inner = experts(cfg.inner_experts, backend=backend)
+    if inner is cfg.inner_experts:
+        return cfg
     if type(cfg.token_dispatcher) is not LocalTokenDispatcher.Config:
         return replace(cfg, inner_experts=inner)
     return derive(cfg, Routed.Config, inner_experts=inner)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _tensor_ranks(weight: Tensor) -> int:
+    """Ranks that have a part of each expert."""
+    names = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else None
+    return weight.device_mesh.size(names.index("tp")) if names and "tp" in names else 1
 
 
 def _inits(inits: dict[str, Callable[[Tensor], Any]] | None) -> dict[str, Any] | None:

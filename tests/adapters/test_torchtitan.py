@@ -28,6 +28,7 @@ from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     LocalTokenDispatcher,
 )
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.sharding import ShardingConfig
 
 from phalanx.adapters import torchtitan
@@ -59,10 +60,12 @@ def overridden(inner: Any, dispatcher: Any, *tokens: str) -> Any:
     return moe.routed_experts
 
 
-def run(module: Any, tokens: int) -> tuple[Tensor, list[Tensor]]:
+def run(
+    module: Any, tokens: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, list[Tensor]]:
     """Output, and gradients of x and of the scores."""
     generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(1, tokens, D, generator=generator).requires_grad_()
+    x = torch.randn(1, tokens, D, generator=generator).to(dtype).requires_grad_()
     order = torch.rand(1, tokens, E - 1, generator=generator).argsort(-1)[..., :K]
     idx = order + (order > 0)  # expert 1 has no rows
     scores = torch.rand(1, tokens, K, generator=generator).requires_grad_()
@@ -101,6 +104,30 @@ def weight_gradients(module: Any) -> list[Tensor]:
         (gate, up), down = module.w13_E2FD.grad.unbind(1), module.w2_EDF.grad
         return [gate, down, up]
     return [module.w1_EFD.grad, module.w2_EDF.grad, module.w3_EFD.grad]
+
+
+@pytest.mark.parametrize("name", ["experts", "routed_experts"])
+@pytest.mark.parametrize("limit", [0.4, 50.0])
+def test_the_same_layer_of_gpt_oss(limit: float, name: str) -> None:
+    stock = GptOssGroupedExperts.Config(dim=D, hidden_dim=F, num_experts=E, swiglu_limit=limit)
+    local = LocalTokenDispatcher.Config(num_experts=E, top_k=K)
+    theirs = overridden(stock, local).build()
+    ours = overridden(stock, local, f"phalanx.adapters.torchtitan.{name}").build()
+    assert isinstance(ours.inner_experts, torchtitan.GptOssExperts)
+    assert isinstance(ours, torchtitan.Routed) == (name == "routed_experts")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0, 0.2)
+    assert ours.load_state_dict(theirs.state_dict()).unexpected_keys == []
+    results = []
+    for made in (ours, theirs):
+        out, grads = run(made, 37, torch.bfloat16)
+        results.append([out, *grads, *(p.grad for p in made.inner_experts.parameters())])
+    # A slope at the clamp is one or the other, by a rounding: gradients without clamped values.
+    kept = 1 if limit < 1 else len(results[0])
+    for got, want in zip(results[0][:kept], results[1][:kept], strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
 
 
 def test_checkpoints_and_initial_values_are_torchtitans() -> None:
