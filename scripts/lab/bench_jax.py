@@ -131,9 +131,11 @@ def error_of_experts(out: Any, sizes: Any, x: Any, w1: Any, w2: Any, prob: Any) 
     errors, ends = [], np.cumsum(sizes)
     for e in (0, len(w1) // 2, len(w1) - 1):
         rows = slice(int(ends[e] - sizes[e]), int(ends[e]))
-        arrays = (a.astype(jnp.float32) for a in (x[rows], w1[e : e + 1], w2[e : e + 1]))
+        own_x, own_w1, own_w2 = (
+            a.astype(jnp.float32) for a in (x[rows], w1[e : e + 1], w2[e : e + 1])
+        )
         with jax.default_matmul_precision("highest"):
-            exact = of_equal_experts(*arrays, prob[rows])
+            exact = of_equal_experts(own_x, own_w1, own_w2, prob[rows])
         errors.append(float(jnp.linalg.norm(out[rows] - exact) / jnp.linalg.norm(exact)))
     return float(np.max(errors))  # NaN if one is
 

@@ -264,9 +264,9 @@ def _model(size: Size, first: nn.Module | None, device: torch.device) -> Any:
             path, _, leaf = name.rpartition(".")
             owner, source = model.get_submodule(path), first.get_submodule(path)
             if name in buffers:
-                owner._buffers[leaf] = source._buffers[leaf].clone()
+                owner._buffers[leaf] = source.get_buffer(leaf).clone()
             else:
-                owner._parameters[leaf] = nn.Parameter(source._parameters[leaf].data)
+                owner._parameters[leaf] = nn.Parameter(source.get_parameter(leaf).data)
     return model
 
 
