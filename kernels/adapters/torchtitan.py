@@ -35,7 +35,10 @@ _W13, _W1, _W2, _W3 = "w13_E2FD", "w1_EFD", "w2_EDF", "w3_EFD"
 
 
 class _Kernels:
-    """The call of the kernels, for modules with `backend`, `weights()` and `options()`."""
+    """The call of the kernels, for modules with `weights` and `options`."""
+
+    weights: Callable[[], Any]
+    options: Callable[[], Any]
 
     @property
     def resolved_backend(self) -> str:
@@ -155,8 +158,10 @@ def _local(weight: Tensor) -> Tensor:
 
 def _tensor_ranks(weight: Tensor) -> int:
     """Ranks that have a part of each expert."""
-    names = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else None
-    return weight.device_mesh.size(names.index("tp")) if names and "tp" in names else 1
+    if not isinstance(weight, DTensor):
+        return 1
+    names = weight.device_mesh.mesh_dim_names or ()
+    return weight.device_mesh.size(names.index("tp")) if "tp" in names else 1
 
 
 def _inits(inits: dict[str, Callable[[Tensor], Any]] | None) -> dict[str, Any] | None:
