@@ -41,6 +41,7 @@ from phalanx.configs.tables.backends import (
     norm_backend,
 )
 from phalanx.configs.tables.layers import MIXERS
+from phalanx.configs.tables.machines import machine_named
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.tables.transports import TRANSPORTS
 
@@ -439,6 +440,10 @@ def _run(cfg: Config) -> Iterator[str]:
     r = cfg.run
     if r.name in ("", ".", "..") or "/" in r.name:
         yield repair(cfg, "run.name", "must be the name of one folder", cfg.model.name)
+    try:
+        machine_named(r.machine)
+    except ValueError as error:
+        yield repair(cfg, "run.machine", str(error), "h200")
     if not r.resume:
         yield repair(cfg, "run.resume", "must be auto, never or a checkpoint", "auto")
     if r.requeue_code > 255 or r.requeue_code in _TAKEN_CODES:

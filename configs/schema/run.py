@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from phalanx.configs.fields import knob
 from phalanx.configs.tables.activation_memory import OFFLOAD, RECOMPUTE
-from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.trackers import TRACKERS
 
 
@@ -134,10 +133,13 @@ class RunConfig:
     parallel groups, model chunks, micro-batch, recomputation, offloading and overlap, for a given
     model, batch, precision and optimizer. `search_precision` compares bf16 with FP8 too.
     """
-    machine: str = knob("h200", choices=(MACHINES,))
-    """GPU that `run.dry_run` assumes: `h200` or `h100`; rates are in configs/tables/machines.py.
+    machine: str = "h200"
+    """Cluster that `run.dry_run` assumes: a kind of GPU or a YAML file (docs/operations.md).
 
-    A run takes those of the GPU that it has, and these on a CPU or another GPU.
+    Measured kinds are `h200` and `h100`, assumed ones `h800`, `h20`, `b200` and `gb200`; of `a100`
+    memory alone is estimated.
+
+    A run takes the rates of the GPU that it has, and these on a CPU or another GPU.
     """
     wandb: str = knob("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""

@@ -6,6 +6,7 @@ the data sheets (NVLink 4, one port of 400 Gb/s a GPU): for bounds.
 """
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 MEMORY_ERROR = 0.02  # part of it by which estimated memory may be exceeded (docs/operations.md)
 
@@ -40,6 +41,11 @@ class Machine:
     host_gib: float = 200.0  # pinned memory of a rank; an assumption: hosts of 2 TiB
     node_gpus: int = 8  # GPUs of a host
     reserved_gib: float = 4.0  # CUDA context, NCCL, workspaces, fragmentation
+    latency_us: float = 0.0  # of an exchange over the network, beside its bytes
+    launch_us: float = 5.0  # host time of a kernel's launch: an assumption
+    only_memory: bool = False  # no rate is known: a dry run estimates its memory alone
+    measured: frozenset[str] = frozenset()
+    """Fields that were measured on such GPUs or links; all others are assumptions."""
 
     @property
     def room(self) -> int:
@@ -77,7 +83,7 @@ def rates_of(device: str, otherwise: str) -> Rates:
 
     They are constants, so that a resumed run copies the same experts.
     """
-    machine = MACHINES[machine_of(device, otherwise)]
+    machine = machine_named(machine_of(device, otherwise))
     return Rates(machine.expert_tflops, machine.node_gbs)
 
 
@@ -87,6 +93,27 @@ def machine_of(device: str, otherwise: str) -> str:
     return next(known, otherwise)
 
 
+OTHERS = "phalanx.extras.clusters.described:machine"
+"""`(name) -> Machine` of a kind of GPU besides `MACHINES` or of a YAML file, or ValueError."""
+
+
+def machine_named(name: str) -> Machine:
+    """The machine of `run.machine`: a kind of GPU or a YAML file; ValueError: neither."""
+    found: Machine = MACHINES[name] if name in MACHINES else resolve_name(OTHERS)(name)
+    return found
+
+
+_ON_ONE_HOST = frozenset(
+    [
+        "memory_gib",
+        "dense_tflops",
+        "head_tflops",
+        "expert_tflops",
+        "attention_tflops",
+        "memory_gbs",
+        "node_gbs",
+    ]
+)
 MACHINES: dict[str, Machine] = {
     "h200": Machine(
         name="H200",
@@ -102,6 +129,7 @@ MACHINES: dict[str, Machine] = {
         memory_gbs=3000,
         node_gbs=335,
         network_gbs=40,
+        measured=_ON_ONE_HOST | {"dense_fp8_tflops", "expert_fp8_tflops"},
     ),
     "h100": Machine(
         name="H100 SXM",
@@ -115,5 +143,6 @@ MACHINES: dict[str, Machine] = {
         memory_gbs=2100,  # as much below the data sheet as of an H200
         node_gbs=335,
         network_gbs=40,
+        measured=_ON_ONE_HOST - {"head_tflops", "memory_gbs"},
     ),
 }

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.machines import machine_named
 from phalanx.moe.plan.facts import JobFacts, described, gather_facts
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.plan.resolve import resolve
@@ -19,7 +19,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
 
     Raises ConfigError if no Hopper GPU can run a choice, or no group has that number of ranks.
     """
-    machine = replace(MACHINES[cfg.run.machine], node_gpus=node_gpus)
+    machine = replace(machine_named(cfg.run.machine), node_gpus=node_gpus)
     return resolve(cfg, described(cfg, world, machine)).cfg
 
 

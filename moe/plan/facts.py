@@ -15,7 +15,14 @@ import psutil
 import torch
 
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import CPU_RANKS, MACHINES, Machine, Rates, machine_of
+from phalanx.configs.tables.machines import (
+    CPU_RANKS,
+    MACHINES,
+    Machine,
+    Rates,
+    machine_named,
+    machine_of,
+)
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels import registry
 from phalanx.kernels.limits import Refusal
@@ -197,7 +204,7 @@ def _device(cfg: Config, device: torch.device) -> Device:
     return Device(
         kind=device.type,
         capability=torch.cuda.get_device_capability(device) if cuda else None,
-        machine=MACHINES[machine_of(name, cfg.run.machine)],
+        machine=machine_named(machine_of(name, cfg.run.machine)),
         packages=registry.installed(),
         compiles=registry.compiles(),
         refusals=tuple(refusals_here(cfg.parallel.dispatch, compute_dtype(cfg)).items()),
@@ -243,7 +250,7 @@ def described(cfg: Config, world: int, machine: Machine | None = None) -> JobFac
 
     GPUs and nodes are those of `run.machine` by default.
     """
-    machine = machine or MACHINES[cfg.run.machine]
+    machine = machine or machine_named(cfg.run.machine)
     return _described(compute_dtype(cfg), world, machine)
 
 

@@ -19,7 +19,7 @@ from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
-from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.machines import machine_named
 from phalanx.configs.tables.optimizers import AFTER_UPDATES
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, channel_order
 from phalanx.kernels.registry import Choice
@@ -92,7 +92,7 @@ def _estimates(cfg: Config, plan: Plan, built: BuiltModel) -> list[Choice]:
     """Lines of the start page on the estimated speed of FP8, and on layers that emulate it."""
     if not is_fp8(cfg):
         return []
-    gain = fp8_gain(plan.cfg, plan.world, MACHINES[plan.cfg.run.machine])
+    gain = fp8_gain(plan.cfg, plan.world, machine_named(plan.cfg.run.machine))
     emulated = emulated_layers(built.chunks, plan.cfg.kernels.backend)
     return [*([gain] if gain is not None else []), *emulated]
 

@@ -14,7 +14,7 @@ from phalanx.configs.formats import in_bf16, quantizes_on_arrival, rows_in_fp8, 
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.configs.tables.backends import expert_backend
-from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.machines import machine_named
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.kernels.quantize import quantize
 from phalanx.parallel.dispatcher.capacity import Budget
@@ -83,7 +83,7 @@ def resends(cfg: Config) -> bool:
 
 def nodes(cfg: Config, world: int) -> int:
     """Nodes of `run.machine` that an expert-parallel group spans; its ranks are consecutive."""
-    return -(-expert_parallel_size(cfg, world) // MACHINES[cfg.run.machine].node_gpus)
+    return -(-expert_parallel_size(cfg, world) // machine_named(cfg.run.machine).node_gpus)
 
 
 def costs(cfg: Config, world: int) -> TransportCosts:
@@ -156,7 +156,7 @@ def _rank_sizes(cfg: Config, world: int) -> list[int]:
 
 def _node_sizes(cfg: Config, world: int) -> list[int]:
     """Experts of each node; the last may be smaller."""
-    by_rank, most = _rank_sizes(cfg, world), MACHINES[cfg.run.machine].node_gpus
+    by_rank, most = _rank_sizes(cfg, world), machine_named(cfg.run.machine).node_gpus
     return [sum(by_rank[i : i + most]) for i in range(0, len(by_rank), most)]
 
 

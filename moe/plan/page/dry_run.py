@@ -26,7 +26,7 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
-from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
+from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
 from phalanx.moe.data.blend import shown
 from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import (
@@ -87,7 +87,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
 
 def sections(cfg: Config, world: int) -> tuple[dict[str, Iterator[str]], bool]:
     """Lines of the page by heading, computed when they are read, and whether the run fits."""
-    machine = MACHINES[cfg.run.machine]
+    machine = machine_named(cfg.run.machine)
     known = resolved(cfg, world, machine.node_gpus)
     available, enough = machine.room, fits(known, world, machine)
     bodies = {

@@ -10,7 +10,7 @@ from phalanx.configs.knobs import Changes, changed, get, overrides, pluralize
 from phalanx.configs.layout import layout_problems
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import MACHINES, MEMORY_ERROR, Machine
+from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.plan.cost.step_time import BUSY
 from phalanx.moe.plan.search.best import Found, best, estimated
@@ -27,7 +27,7 @@ def search_page(cfg: Config, world: int, words: Sequence[str]) -> tuple[str, int
     The `words` are overrides that gave `cfg`, whose layout may be invalid. Raises ConfigError if a
     forced kernel cannot run on this machine model, or no layout of `world` ranks is valid.
     """
-    machine = MACHINES[cfg.run.machine]
+    machine = machine_named(cfg.run.machine)
     problems = list(layout_problems(changed(cfg, {}), world))
     if problems and not _has_layout(cfg, world, machine):
         raise ConfigError("\n".join(problems))

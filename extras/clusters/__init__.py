@@ -1,0 +1,1 @@
+"""Machines of `run.machine` besides those that were measured here: other GPUs, and YAML files."""

@@ -1,0 +1,84 @@
+"""A machine by its name, or by a YAML file that says what is different about a cluster.
+
+    kind: h100            # a kind of GPU: all that the file leaves out
+    network_gbs: 25.4     # any field of `Machine` but its name
+    measured: [network_gbs]
+
+`measured` names fields that were measured on the cluster; others that the file changes are
+assumptions.
+"""
+
+import functools
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from phalanx.configs.tables.machines import MACHINES, Machine
+from phalanx.extras.clusters.kinds import KINDS
+
+GPUS: dict[str, Machine] = MACHINES | KINDS
+KEPT = ("name", "measured", "only_memory")
+"""Fields of a kind that a file cannot set as numbers."""
+RATES = {f.name: f.type for f in fields(Machine) if f.name not in KEPT}
+_MAY_BE_ZERO = ("latency_us", "launch_us", "reserved_gib")
+
+
+def machine(name: str) -> Machine:
+    """The machine of a kind, or of a YAML file by its path.
+
+    Raises ValueError: there is no such kind or file, or the file says something impossible.
+    """
+    if name in GPUS:
+        return GPUS[name]
+    path = Path(name).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"is none of {', '.join(GPUS)}, and no YAML file of a machine")
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"cannot be read: {reason}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, changed: int) -> Machine:
+    """The machine of a file; `changed` is when it was written, so that it is read once."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise ValueError(f"is no YAML{line}") from error
+    if not isinstance(found, dict):
+        raise ValueError("must have lines like `kind: h100` and `network_gbs: 25`")
+    kind = found.pop("kind", None)
+    if not isinstance(kind, str) or kind not in GPUS:
+        raise ValueError(f"must have a line `kind:` with one of {', '.join(GPUS)}")
+    base, measured = GPUS[kind], found.pop("measured", [])
+    if not isinstance(measured, list) or (wrong := [m for m in measured if m not in RATES]):
+        raise ValueError(
+            f"has measured: {wrong[0] if isinstance(measured, list) else measured!r}, "
+            f"which must be a list of fields: {', '.join(RATES)}"
+        )
+    values = {name: _number(name, value) for name, value in found.items()}
+    kept = base.measured - {name for name in values if values[name] != getattr(base, name)}
+    return replace(
+        base, name=f"{base.name} of {path.name}", measured=kept | frozenset(measured), **values
+    )
+
+
+def _number(name: Any, value: Any) -> Any:
+    if name not in RATES:
+        raise ValueError(f"has {name!s}, none of kind, measured, {', '.join(RATES)}")
+    whole = RATES[name] in (int, "int")
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise ValueError(
+            f"has {name}: {value!r}, which must be a {'whole ' if whole else ''}number"
+        )
+    least = "at least" if name in _MAY_BE_ZERO else "above"
+    if not (math.isfinite(value) and (value > 0 or (value == 0 and least == "at least"))):
+        raise ValueError(f"has {name}: {value}, which must be {least} 0")
+    return value
