@@ -52,24 +52,14 @@ class Record:
 
 
 @dataclass
-class Stack:
-    """Facts about the framework of a published run that its estimate needs (scripts.lab.peers)."""
-
-    dispatcher: str = MISSING  # package: a key of scripts.lab.peers.dispatchers
-    attention: str = "cudnn"  # library of core attention: one of configs.arithmetic.rates
-    overlap: bool = False  # exchanges run beside the computation of another micro-batch
-    graphs: bool = False  # CUDA graphs launch layers, or parts of them
-
-
-@dataclass
 class Published(Record):
     """A number as its source printed it. Not run by us."""
 
     source: str = MISSING  # address of the page or file
-    tflops_per_gpu_printed: float = MISSING  # by the source's own convention
+    tflops_per_gpu_printed: float | None = None  # by the source's own convention; null: not said
     settings: list[str] = field(default_factory=list)
     """Overrides that lay the run out here, as near as our knobs come (FSDP is data parallel)."""
-    stack: Stack | None = None  # the framework, where its source says enough to estimate its speed
+    stack: dict[str, Any] | None = None  # the framework (scripts.lab.peers.stack)
 
 
 @dataclass

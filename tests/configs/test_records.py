@@ -23,7 +23,7 @@ def check_shared(record: Record) -> None:
     assert record.routing in ("natural", "replayed", "forced")
     assert record.data in ("real", "mock")
     assert record.dtype in ("bf16", "fp32", "fp8_block")
-    assert date(2025, 1, 1) < date.fromisoformat(record.date)
+    assert date(2024, 1, 1) < date.fromisoformat(record.date)
 
 
 def configured(record: OwnRecord) -> Config:
@@ -42,6 +42,8 @@ def test_published_rates_by_our_convention(record: Published) -> None:
     flops = flops_per_token(model, record.sequence_length)
     ours = record.tokens_per_second_per_gpu * flops / 1e12
     assert record.tflops_per_gpu == pytest.approx(ours, rel=0.01)
+    if record.tflops_per_gpu_printed is None:
+        return
     if record.tflops_per_gpu_printed != pytest.approx(ours, rel=0.02):
         assert "rinted FLOPs" in record.note, "the note must say why the source prints another rate"
 

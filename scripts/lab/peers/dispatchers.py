@@ -1,14 +1,16 @@
 """Packages by which other stacks exchange tokens: their rates over the network, as published.
 
-Both send a token once to each node with one of its experts, and pass it on inside the node. Their
-benchmarks divide all rows of a token by the time, those of its own node included: the network
-carries `1 - 1 / nodes` of the printed rate.
+NCCL's all-to-all sends a row for each expert of a token. DeepEP and HybridEP send a token once to
+each node with one of its experts, and pass it on inside the node. Their benchmarks divide all rows
+of a token by the time, those of its own node included: the network carries `1 - 1 / nodes` of the
+printed rate.
 """
 
 from dataclasses import dataclass
 
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
+from phalanx.extras.baseline.rules import exchange_costs
 from phalanx.moe.plan.cost.exchange import Exchange
 from phalanx.moe.plan.cost.traffic import nodes, reach, resends
 from phalanx.parallel.dispatcher.costs import Links
@@ -50,6 +52,27 @@ DISPATCHERS: dict[str, PeerDispatcher] = {
 """Packages by the name that records have in `stack.dispatcher`."""
 
 _SMS = 132  # SMs of a Hopper GPU
+
+
+ALLTOALL = "alltoall"  # NCCL's, of Megatron-Core and torchtitan
+_ALLTOALL_SMS = 24  # NCCL's channels take about as many as DeepEP
+
+
+def exchange_of(
+    cfg: Config, world: int, machine: Machine, name: str, overlap: bool, alltoall: float
+) -> Exchange:
+    """Seconds of a token in one MoE layer by the package with this name.
+
+    An all-to-all reaches the part `alltoall` of the rates of links.
+    """
+    if name != ALLTOALL:
+        return peer_exchange(cfg, world, machine, DISPATCHERS[name], overlap)
+    rows = exchange_costs(cfg, reach(cfg, world)).there
+    sent: Links = 2 * cfg.model.hidden * rows
+    near, far = sent.near / machine.node_gbs, sent.far / machine.network_gbs
+    once = 2 * max(near, far) / (1e9 * alltoall)
+    again = once if resends(cfg) else 0.0
+    return Exchange(once, once + again, hidden=overlap, taken=_ALLTOALL_SMS / _SMS)
 
 
 def peer_exchange(

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.records import OwnRecord, Record, configured, launch, own, published
-from phalanx.configs.tables.machines import MACHINES
+from phalanx.configs.tables.machines import machine_named
 from phalanx.configs.validate import validate
 from phalanx.moe.plan.cost.step_time import bound, busiest, with_natural_routing
 from phalanx.moe.plan.described import resolved
@@ -101,6 +101,6 @@ def test_nothing_measured_beats_the_bound(name: str) -> None:
     cfg.run.machine = kind
     validate(cfg, world)
     assert cfg.precision.recipe == record.dtype
-    best = bound(resolved(cfg, world, 8), world, MACHINES[kind])
+    best = bound(resolved(cfg, world, 8), world, machine_named(kind))
     tokens = cfg.data.global_batch * cfg.data.sequence_length / world / best.seconds
     assert record.tokens_per_second_per_gpu < tokens
