@@ -2,15 +2,13 @@
 
 docs/published/training.yaml lists numbers as their source printed them. Each
 docs/measured/training/own_*.yaml is one measurement of ours, by scripts/lab/record_anchor.py. Both
-carry TFLOP/s by the convention of configs.arithmetic.accounting, so that they compare. `python -m
-configs.records` prints them all as a table.
+carry TFLOP/s by the convention of configs.arithmetic.accounting, so that they compare.
 """
 
 import functools
 import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from phalanx.configs.knobs import copied
-from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.load import load
-from phalanx.configs.schema import Config, ModelConfig
+from phalanx.configs.schema import Config
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 PUBLISHED = _DOCS / "published" / "training.yaml"
@@ -129,15 +126,6 @@ def _loaded(*overrides: str) -> Config:
     return load(overrides)
 
 
-def write(record: OwnRecord, path: Path) -> None:
-    """Make or replace the file of an own record."""
-    row = asdict(record)
-    row["note"] = row.pop("note")  # last
-    row = {name: value for name, value in row.items() if value not in ("", [])}
-    text = yaml.safe_dump(row, sort_keys=False, width=96)
-    path.write_text(f"# Written by scripts/lab/record_anchor.py\n{text}", encoding="utf-8")
-
-
 def launch(command: str) -> tuple[int, list[str]]:
     """Ranks and overrides of a `torchrun ... train.py ...` or `python train.py ...` command line.
 
@@ -148,17 +136,6 @@ def launch(command: str) -> tuple[int, list[str]]:
         raise ValueError(f"no train.py in the command: {command}")
     at = words.index("train.py")
     return _ranks(words[:at]), words[at + 1 :]
-
-
-def table(records: Sequence[Record]) -> str:
-    """A Markdown table, one row a record."""
-    head = ("model", "system", "GPUs", "dtype", "routing", "data", "tokens/s/GPU", "TFLOP/s/GPU")
-    rows = [head, ("---",) * 6 + ("---:",) * 2]
-    for r in records:
-        rates = (f"{r.tokens_per_second_per_gpu:,.0f}", f"{r.tflops_per_gpu:.0f}")
-        model = r.model + ("*" if r.overrides else "")
-        rows.append((model, r.system, r.hardware, r.dtype, r.routing, r.data, *rates))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _typed[T: Record](kind: type[T], row: Any, where: str) -> T:
@@ -184,72 +161,3 @@ def _ranks(words: Sequence[str]) -> int:
 
 
 _SIZES = {"--nnodes": "1", "--nproc-per-node": ""}
-
-
-if __name__ == "__main__":
-    everything = [*published(), *own().values()]
-    sys.stdout.write(table(everything) + "\n\n* with changes, which the record names\n")
-
-
-_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Match:
-    """A record of the same model, sequence length and precision."""
-
-    record: Record
-    source: str  # address of a published one, file of an own one
-    same_layout: bool  # on as many GPUs, with parallel groups of the same sizes
-    same_kernels: bool  # measured here with the same kernels of experts
-
-
-def matching_records(cfg: Config, world: int, gpu: str) -> list[Match]:
-    """Records that come nearest: measured with the same kernels, then others, the fastest first.
-
-    All of the same layout (at most three), whatever the GPU; without one the fastest of each kind,
-    published and own, on GPUs of the kind `gpu` (`configs.tables.machines`) if there are any. If
-    none of these was measured with the same kernels, the fastest that was is first.
-    """
-    found = [
-        match
-        for source, record in _everything()
-        if record.model == cfg.model.name and (match := _match(cfg, world, record, source))
-    ]
-    found.sort(key=lambda m: (m.same_kernels, m.record.tokens_per_second_per_gpu), reverse=True)
-    near = [m for m in found if gpu.startswith(m.record.hardware.split(" x ")[1])] or found
-    kinds = (Published, OwnRecord)
-    fastest = [m for kind in kinds for m in [m for m in near if isinstance(m.record, kind)][:1]]
-    chosen = [m for m in found if m.same_layout] or fastest
-    ours = [m for m in near if m.same_kernels][:1]
-    if not any(m.same_kernels for m in chosen):
-        chosen = ours + chosen
-    return sorted(chosen, key=lambda m: not m.same_kernels)[:_SHOWN]
-
-
-@functools.cache
-def _everything() -> list[tuple[str, Record]]:
-    theirs: list[tuple[str, Record]] = [(r.source, r) for r in published()]
-    return theirs + [(f"docs/measured/training/{name}.yaml", r) for name, r in own().items()]
-
-
-def _match(cfg: Config, world: int, record: Record, source: str) -> Match | None:
-    other, ranks = configured(record)
-    same = _model(other) == _model(cfg) and other.precision.recipe == cfg.precision.recipe
-    if not same or other.data.sequence_length != cfg.data.sequence_length:
-        return None
-    # The system of an own record ends in the kernels that `auto` took.
-    ours = isinstance(record, OwnRecord) and record.system.endswith(f" {cfg.kernels.backend}")
-    return Match(record, source, _layout(other, ranks) == _layout(cfg, world), ours)
-
-
-def _model(cfg: Config) -> ModelConfig:
-    """Without forced or replayed choices, which a record tells apart."""
-    router = replace(cfg.model.moe.router, force_balance=False, replay="")
-    return replace(cfg.model, moe=replace(cfg.model.moe, router=router))
-
-
-def _layout(cfg: Config, world: int) -> tuple[int, ...]:
-    p = cfg.parallel
-    expert = expert_parallel_size(cfg, world)
-    return world, p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert

@@ -1,7 +1,7 @@
 """Check the GPUs and links of a job before it trains, in under a minute, and name what is slow.
 
     torchrun --nnodes 8 --nproc-per-node 8 --rdzv-id 1 --rdzv-backend c10d \\
-        --rdzv-endpoint node0:29500 scripts/check_cluster.py [--json PATH]
+        --rdzv-endpoint node0:29500 scripts/check_cluster.py [--json PATH] [--write PATH]
     torchrun --standalone --nproc-per-node 2 scripts/check_cluster.py
 
 Every rank reports its GPU, driver, clocks and what holds them back, the speed of matrix products,
@@ -48,6 +48,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = programs.parser("check_cluster", __doc__)
     add = parser.add_argument
     add("--json", type=Path, metavar="PATH", help="write all results; rank 0 does")
+    add("--write", type=Path, metavar="PATH", help="write a file for run.machine; rank 0 does")
     add(
         "--timeout",
         type=float,
@@ -138,6 +139,7 @@ def _conclude(args: argparse.Namespace, cluster: "Cluster", *, shown: bool) -> i
     """Judge the results, which all ranks have, show them on one, and return the exit code."""
     from phalanx.scripts.cluster import table
     from phalanx.scripts.cluster.findings import expected_of, findings
+    from phalanx.scripts.cluster.machine_file import machine_file
 
     expected = expected_of(cluster, args.network_gbs)
     found = findings(cluster, expected)
@@ -145,12 +147,26 @@ def _conclude(args: argparse.Namespace, cluster: "Cluster", *, shown: bool) -> i
         print(table.text(cluster, expected, found), flush=True)
     if shown and args.json is not None:
         values = table.values(cluster, expected, found)
+        if not _written("--json", args.json, json.dumps(values, indent=1) + "\n"):
+            return 2
+    if shown and args.write is not None:
         try:
-            args.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            _emit(f"error: --json: cannot write {args.json}: {error.strerror}")
+            text = machine_file(cluster)
+        except ValueError as error:
+            _emit(f"error: --write: {error}; write `kind:` and what the table says by hand")
+            return 2
+        if not _written("--write", args.write, text):
             return 2
     return table.exit_code(found)
+
+
+def _written(option: str, path: Path, text: str) -> bool:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        _emit(f"error: {option}: cannot write {path}: {error.strerror}")
+        return False
+    return True
 
 
 def _emit(text: str) -> None:

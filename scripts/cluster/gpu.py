@@ -25,6 +25,7 @@ _SLOWED_BY = {
 }
 """Bits of nvmlClocksEventReasons that are faults; the power limit (0x4) is usual under load."""
 _WARM = 800  # products that the driver is asked beside: more than a second on an H100
+_LAUNCHES = 500  # fewer than a stream can hold
 _REPEATS = {"cuda": (10, 8), "cpu": (1, 40)}
 """Products of a round, and rounds: a single one on a CPU, which another process may interrupt."""
 
@@ -40,12 +41,14 @@ def describe(device: torch.device, load: Callable[[], object]) -> Gpu:
     others = [d for d in range(torch.cuda.device_count()) if d != device.index]
     peers = sum(torch.cuda.can_device_access_peer(device.index, other) for other in others)
     name = torch.cuda.get_device_name(device)
+    memory = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
     if len(answers) != len(_QUERY):
-        return Gpu(name, peers=peers, visible=len(others) + 1)
+        return Gpu(name, peers=peers, visible=len(others) + 1, memory_gib=memory)
     driver, *numbers, reasons = answers
     clock, highest, celsius, watts = map(_number, numbers)
     slowed = reasons_of(reasons)
-    return Gpu(name, driver, clock, highest, celsius, watts, slowed, peers, len(others) + 1)
+    visible = len(others) + 1
+    return Gpu(name, driver, clock, highest, celsius, watts, slowed, peers, visible, memory)
 
 
 def reasons_of(mask: str) -> list[str]:
@@ -79,6 +82,20 @@ def tflops(device: torch.device, call: Callable[[], object], flops: float, delay
             call()
 
     return products * flops / shortest(device, calls, rounds) / 1e12
+
+
+def launch_us(device: torch.device) -> float:
+    """Microseconds in which this host launches a small kernel, at the best of some rounds.
+
+    The device waits for the host, not the other way round: its kernels are shorter than a launch.
+    """
+    one = torch.zeros(1, device=device)
+
+    def calls() -> None:
+        for _ in range(_LAUNCHES):
+            one.add_(1.0)
+
+    return shortest(device, calls, 5) / _LAUNCHES * 1e6
 
 
 def shortest(device: torch.device, call: Callable[[], object], rounds: int) -> float:

@@ -82,13 +82,14 @@ def pairings(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def rails(
-    device: torch.device, rank: int, nodes: dict[str, list[int]]
+    device: torch.device, rank: int, nodes: dict[str, list[int]], elements: int = 0
 ) -> dict[tuple[int, int], float]:
     """Rate between this rank and each of its partners, by the ranks of a pair.
 
-    A partner is the rank with the same place on another node. Collective over the job.
+    Exchanges have so many `elements` of four bytes, or as many as fill a link. A partner is the
+    rank with the same place on another node. Collective over the job.
     """
-    size, every, found = _RAIL[device.type] // 4, list(nodes.values()), {}
+    size, every, found = elements or _RAIL[device.type] // 4, list(nodes.values()), {}
     sent, received = (torch.zeros(size, device=device) for _ in range(2))
     mine = next(at for at, ranks in enumerate(every) if rank in ranks)
     place = every[mine].index(rank)

@@ -43,6 +43,7 @@ def measure(place: Place, store: dist.Store, timeout: float, fault: str = "") ->
     call, flops = gpu.product(place.device)
     described = gpu.describe(place.device, call)
     tflops = gpu.tflops(place.device, call, flops, SLOW_SECONDS if fault == "slow" else 0.0)
+    launch_us = gpu.launch_us(place.device)
     _stage("process group")
     cuda = place.device.type == "cuda"
     dist.init_process_group(
@@ -74,7 +75,11 @@ def measure(place: Place, store: dist.Store, timeout: float, fault: str = "") ->
             else "GPUs of a host cannot write to each other's memory"
         )
     _stage("bandwidth between nodes")
-    rails = links.rails(place.device, place.rank, nodes) if len(nodes) > 1 else {}
+    rails, latency_us = dict[tuple[int, int], float](), None
+    if len(nodes) > 1:
+        rails = links.rails(place.device, place.rank, nodes)
+        small = links.rails(place.device, place.rank, nodes, elements=1)
+        latency_us = max((4 / gbs / 1e3 for gbs in small.values()), default=None)
     _stage("clocks of hosts")
     leaders = {host: ranks[0] for host, ranks in links.members([h for h, _ in names]).items()}
     skew = host_clocks.compare(store, place.rank, leaders)
@@ -82,7 +87,10 @@ def measure(place: Place, store: dist.Store, timeout: float, fault: str = "") ->
     versions = {"torch": torch.__version__, "phalanx": phalanx.__version__}
     if cuda:
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    mine = Rank(place.rank, host, node, described, versions, tflops, node_gbs, symmetric)
+    rates = {"node_gbs": node_gbs, "launch_us": launch_us, "latency_us": latency_us}
+    mine = Rank(
+        place.rank, host, node, described, versions, tflops, symmetric_memory=symmetric, **rates
+    )
     everyone = gather((mine, reached, rails, skew))
     return Cluster(
         ranks=[rank for rank, _, _, _ in everyone],

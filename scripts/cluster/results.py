@@ -17,6 +17,7 @@ class Gpu:
     """Reasons for which the hardware holds clocks back: heat, or power that is not delivered."""
     peers: int = 0  # GPUs of the host whose memory this one can write
     visible: int = 0  # GPUs of the host that this process sees
+    memory_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Rank:
     tflops: float  # speed of a large matrix product
     node_gbs: float | None = None  # rate to the other ranks of the node, with all of them busy
     symmetric_memory: str = ""  # `yes`, or the reason against it; empty where there is none to have
+    launch_us: float | None = None  # host time of a kernel's launch
+    latency_us: float | None = None  # of a few bytes to another node and back, by the slowest pair
 
 
 @dataclass(frozen=True)

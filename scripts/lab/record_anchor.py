@@ -12,17 +12,20 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
 from phalanx.configs import programs
 from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
-from phalanx.configs.records import MEASURED, WINDOW, OwnRecord, launch, write
+from phalanx.configs.records import MEASURED, WINDOW, OwnRecord, launch
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
 from phalanx.moe.report.loggers import is_finite, read, start_facts
@@ -54,6 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"TFLOP/s/GPU, loss {record.loss_at_50:.4f}, {record.peak_memory_gib:.1f} GiB"
     )
     return 0
+
+
+def write(record: OwnRecord, path: Path) -> None:
+    """Make or replace the file of an own record."""
+    row = asdict(record)
+    row["note"] = row.pop("note")  # last
+    row = {name: value for name, value in row.items() if value not in ("", [])}
+    text = yaml.safe_dump(row, sort_keys=False, width=96)
+    path.write_text(f"# Written by scripts/lab/record_anchor.py\n{text}", encoding="utf-8")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ import pytest
 from phalanx.configs import records
 from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.load import load
-from phalanx.configs.records import OwnRecord, Published, Record, launch, own, published, table
+from phalanx.configs.records import OwnRecord, Published, Record, launch, own, published
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
 
@@ -91,12 +91,6 @@ def test_own_numbers_fit_together(name: str) -> None:
 def test_every_file_is_a_record() -> None:
     files = {path.name for path in records.MEASURED.glob("*.yaml")}
     assert files == {f"{name}.yaml" for name in OWN}
-
-
-def test_table_has_a_row_for_each() -> None:
-    text = table([*PUBLISHED, *OWN.values()])
-    assert len(text.splitlines()) == 2 + len(PUBLISHED) + len(OWN)
-    assert "| gpt_oss_20b | Automodel | 8 x H100 | bf16 | forced | mock | 13,058 | 299 |" in text
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.delayed_wgrad import beside_exchanges, pairs
-from phalanx.moe.plan.cost.traffic import Traffic, costs, overlap_sms, traffic
+from phalanx.moe.plan.cost.traffic import Traffic, costs, nodes, overlap_sms, traffic
 from phalanx.moe.plan.cost.weights import all_kinds
 from phalanx.moe.plan.cost.work import Work, layer_wgrads
 from phalanx.parallel.dispatcher.costs import Links
@@ -80,6 +81,9 @@ def own_exchange(cfg: Config, world: int, machine: Machine) -> Exchange:
     """The exchange of `parallel.dispatch`; `cfg` has resolved kernels."""
     sent = traffic(cfg, world)
     forward, backward = (_crossing(cfg, world, machine, x) for x in (sent.forward, sent.backward))
+    if nodes(cfg, world) > 1:  # dispatch and combine of a micro-batch, in each pass
+        late = 2e-6 * machine.latency_us / sizes(cfg, world).local_tokens
+        forward, backward = forward + late, backward + late
     if beside_exchanges(cfg):
         backward -= _beside_wgrads(cfg, world, machine, sent)
     hidden = cfg.parallel.overlap_microbatches == "on"

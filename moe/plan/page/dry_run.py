@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from pkgutil import resolve_name
 
 from phalanx.configs import capture
@@ -21,12 +22,11 @@ from phalanx.configs.layout import (
     replica_slots,
     stage_ranks,
 )
-from phalanx.configs.records import Match, Published, matching_records
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
-from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
+from phalanx.configs.tables.machines import CERTAINTY, MEMORY_ERROR, NEAREST, Machine, machine_named
 from phalanx.moe.data.blend import shown
 from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import (
@@ -108,6 +108,10 @@ def sections(cfg: Config, world: int) -> tuple[dict[str, Iterator[str]], bool]:
         advice = _advice(cfg, world, machine, machine.safe_room)
         bodies["Overrides that reduce memory, fastest first"] = advice
     bodies["In short"] = _short(cfg, known, world, machine, enough)
+    if machine.only_memory:
+        timed = ("Phal", "Activations", "Expected", "Off", "Overrides", "In short")
+        bodies = {head: each for head, each in bodies.items() if not head.startswith(timed)}
+        bodies["In short"] = islice(_short(cfg, known, world, machine, enough), 1)
     return bodies, enough
 
 
@@ -363,6 +367,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "
         "everything else overlapped, with any transport"
     )
+    yield from resolve_name(CERTAINTY)(cfg, world, machine, tokens / t.total)
     if (busy := network_busy(cfg, world, machine)) > BUSY:
         yield f"network busy for {busy:.0%} of the step: slower if it shares links with other jobs"
     if (load := busiest(cfg, world)) > 1:
@@ -371,8 +376,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
             f"natural routing: {tokens / natural:,.0f} tokens/s/GPU with {load:.2f} times the mean "
             f"rows on the busiest rank, {_measured(cfg)}"
         )
-    for match in matching_records(cfg, world, machine.name):
-        yield _compared(match)
+    yield from resolve_name(NEAREST)(cfg, world, machine.name)
 
 
 def _measured(cfg: Config) -> str:
@@ -398,17 +402,6 @@ def _utilisation(cfg: Config, flops: float, machine: Machine) -> str:
     """Utilisation relative to the dense peak of bf16, in FP8 runs also to that of FP8."""
     bf16, fp8 = (flops / 1e12 / (peak(machine.name) or math.inf) for peak in (bf16_peak, fp8_peak))
     return f"mfu {bf16:.0%} of bf16, {fp8:.0%} of FP8" if is_fp8(cfg) else f"mfu {bf16:.0%}"
-
-
-def _compared(match: Match) -> str:
-    """A line with a published or measured speed of a comparable run."""
-    r, layout = match.record, "" if match.same_layout else ", another layout"
-    return (
-        f"{'published' if isinstance(r, Published) else 'measured'} "
-        f"{r.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, {r.tflops_per_gpu:.0f} TFLOP/s/GPU: "
-        f"{r.system} on {r.hardware}, {r.dtype}, {r.layout}, {r.routing} routing{layout} "
-        f"({match.source})"
-    )
 
 
 def _overlapped(cfg: Config, world: int) -> str:

@@ -15,7 +15,13 @@ from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.plan.cost.exchange import Exchange, own_exchange, shard_seconds
 from phalanx.moe.plan.cost.stages import host_needed, needed
-from phalanx.moe.plan.cost.step_time import GAPS, network_busy, step_time
+from phalanx.moe.plan.cost.step_time import (
+    GAPS,
+    busiest,
+    network_busy,
+    step_time,
+    with_natural_routing,
+)
 from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.cost.work import beside_passes, expert_bytes
 from phalanx.moe.plan.described import resolved
@@ -117,6 +123,7 @@ class Found:
     changes: Changes  # values that differ from the configuration that was searched from
     seconds: float  # expected step
     tokens: float  # expected tokens a second and GPU
+    natural: float  # the same with natural routing
     size: int  # bytes that the worst rank needs
     host: int  # bytes of host memory that it needs
     busy: float  # part of a step in which its network is busy
@@ -191,10 +198,11 @@ def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Fo
     size, host = needed(known, ranks), host_needed(known, ranks)
     if size > machine.safe_room or host > machine.host_room:
         return None
-    seconds, busy = step_time(known, ranks, machine).total, network_busy(known, ranks, machine)
-    tokens = trial.data.global_batch * trial.data.sequence_length / ranks / seconds
+    step, busy = step_time(known, ranks, machine), network_busy(known, ranks, machine)
+    tokens = trial.data.global_batch * trial.data.sequence_length / ranks
+    natural = tokens / with_natural_routing(step, busiest(known, ranks)).total
     others = {path: value for path, value in changes.items() if get(cfg, path) != value}
-    return Found(others, seconds, tokens, size, host, busy)
+    return Found(others, step.total, tokens / step.total, natural, size, host, busy)
 
 
 def layout_of(cfg: Config, world: int) -> Layout:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from pkgutil import resolve_name
 
 from phalanx.configs import programs
 from phalanx.configs.arithmetic.accounting import flops_per_token
@@ -10,7 +11,7 @@ from phalanx.configs.knobs import Changes, changed, get, overrides, pluralize
 from phalanx.configs.layout import layout_problems
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
+from phalanx.configs.tables.machines import CERTAINTY, MEMORY_ERROR, Machine, machine_named
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.plan.cost.step_time import BUSY
 from phalanx.moe.plan.search.best import Found, best, estimated
@@ -28,6 +29,10 @@ def search_page(cfg: Config, world: int, words: Sequence[str]) -> tuple[str, int
     forced kernel cannot run on this machine model, or no layout of `world` ranks is valid.
     """
     machine = machine_named(cfg.run.machine)
+    if machine.only_memory:
+        raise ConfigError(
+            f"run.machine={cfg.run.machine} has no rates to search by; set run.machine=h100"
+        )
     problems = list(layout_problems(changed(cfg, {}), world))
     if problems and not _has_layout(cfg, world, machine):
         raise ConfigError("\n".join(problems))
@@ -92,7 +97,8 @@ def _lines(
     for i, one in enumerate(found, 1):
         yield f"\n{i}. {_speed(changed(cfg, one.changes), one, machine)}"
         yield _command(one.changes, world, machine, words)
-    yield ""
+    first = changed(cfg, found[0].changes)
+    yield f"\nof the first {next(resolve_name(CERTAINTY)(first, world, machine, found[0].tokens))}"
     yield (
         "balanced experts, no waits for hosts or other delays; run.dry_run=true with one of them "
         "shows all of it"
@@ -104,9 +110,10 @@ def _speed(cfg: Config, one: Found, machine: Machine) -> str:
     memory = storage(one.size + int(machine.reserved_gib * 2**30))
     host = f", {storage(one.host)} of host memory" if one.host else ""
     host += f", network busy for {one.busy:.0%} of the step" if one.busy > BUSY else ""
+    natural = f", {one.natural:,.0f} with natural routing" if one.natural < one.tokens else ""
     return (
         f"{one.tokens:,.0f} tokens/s/GPU, {one.tokens * flops / 1e12:.0f} TFLOP/s/GPU in "
-        f"{cfg.precision.recipe}: {memory} of {machine.memory_gib} GiB{host}"
+        f"{cfg.precision.recipe}{natural}: {memory} of {machine.memory_gib} GiB{host}"
     )
 
 

@@ -5,6 +5,7 @@ from statistics import median
 
 import yaml
 
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.records import PUBLISHED
 from phalanx.scripts.lab.peers.simulated import Simulated
 from phalanx.scripts.lab.peers.stack import is_held, stack_of
@@ -17,15 +18,18 @@ def summary(runs: Sequence[Simulated]) -> str:
     """The errors of the records that are held, and of the others."""
     held = [run for run in runs if is_held(run.record)]
     other = [run for run in runs if not is_held(run.record)]
-    missed = [run for run in held if stack_of(run.record).tuned and abs(run.error) > FAR]
     trials = [run for run in held if not stack_of(run.record).tuned]
+    benchmarks = [run for run in held if stack_of(run.record).tuned]
+    missed = [run for run in benchmarks if abs(run.error) > FAR]
+    every, named = pluralize(len(held), "held record"), pluralize(len(benchmarks), "benchmark")
+    are = "is" if len(missed) == 1 else "are"
+    trial = " and ".join(f"{run.error:+.0%}" for run in trials)
     return (
-        f"Of the {len(held)} held records the median error is {_percent(_median(held))}, and "
-        f"{_within(held)} are within 15 %. Of the {len(held) - len(trials)} benchmarks among them "
-        f"{len(missed)} {'is' if len(missed) == 1 else 'are'} off by more than {100 * FAR:.0f} %"
-        f"{': ' + _named(missed) if missed else ''}. The {len(trials)} trials are off by "
-        f"{' and '.join(f'{run.error:+.0%}' for run in trials)}. Of the {len(other)} records that "
-        f"the rates were fitted to, the median error is {_percent(_median(other))}."
+        f"The median error of the {every} is {_percent(_median(held))}; {_within(held)} are within "
+        f"15 %. Of the {named} among them {len(missed)} {are} off by more than {100 * FAR:.0f} %"
+        f"{': ' + _named(missed) if missed else ''}. Trials are off by {trial}. That "
+        f"of the {pluralize(len(other), 'record')} that the rates were fitted to is "
+        f"{_percent(_median(other))}."
     )
 
 

@@ -43,7 +43,7 @@ class Rates:
 FITTED = Rates(
     early_ms=15.0, eager_ms=12.0, graphs_ms=6.5, skew=0.06, cast_bytes=30.0, alltoall=1.0
 )
-"""What `fit.fitted` finds (`python -m phalanx.scripts.lab.peers --fit`)."""
+"""The result of `fit.fitted`."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from phalanx.configs.load import load
 from phalanx.configs.records import published
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.extras.baseline.rules import peer_machine
+from phalanx.extras.clusters.certainty import PUBLISHED
 from phalanx.moe.plan.described import resolved
 from phalanx.scripts.lab.peers import fit, page
 from phalanx.scripts.lab.peers.dispatchers import (
@@ -72,6 +73,12 @@ def test_the_error_that_the_page_states_is_that_of_held_records() -> None:
     new = [run for run in held if run.record.tokens_per_second_per_gpu not in EARLIER]
     of_new = f"other eleven the median error is {100 * median(abs(r.error) for r in new):.1f} %"
     assert len(new) == 11 and of_new in said()
+
+
+def test_the_range_of_a_page_has_all_but_one_of_the_held_benchmarks() -> None:
+    held = [run for run in runs() if is_held(run.record) and stack_of(run.record).tuned]
+    outside = [run for run in held if not 1 / (1 + PUBLISHED) < 1 + run.error < 1 + PUBLISHED]
+    assert len(outside) == 1
 
 
 def test_halves_follow_from_names_alone() -> None:

@@ -1,6 +1,7 @@
 """Parts of the check that need no other process: pairs of nodes, the driver's words, clocks."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,14 +51,17 @@ def test_a_gpu_is_described_while_it_works(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: b != 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    memory = SimpleNamespace(total_memory=int(79.1 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     device: Any = torch.device("cuda", 1)
     described = gpu.describe(device, lambda: calls.append("load"))
     assert calls[0] == "load" and calls[-2:] == ["asked", "waited"]
     assert described == Gpu(
-        "NVIDIA H100 80GB HBM3", "580.95.05", 1755, 1980, 61, None, ["heat (hardware)"], 2, 4
+        "NVIDIA H100 80GB HBM3", "580.95.05", 1755, 1980, 61, None, ["heat (hardware)"], 2, 4, 79.1
     )
     answers.clear()
-    assert gpu.describe(device, lambda: None) == Gpu("NVIDIA H100 80GB HBM3", peers=2, visible=4)
+    silent = Gpu("NVIDIA H100 80GB HBM3", peers=2, visible=4, memory_gib=79.1)
+    assert gpu.describe(device, lambda: None) == silent
 
 
 def test_a_clock_that_is_ahead_is_found() -> None:

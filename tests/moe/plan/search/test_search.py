@@ -176,7 +176,7 @@ def test_an_experiment_is_searched_on_ranks_that_its_own_layout_does_not_divide(
 
 def test_what_is_as_fast_is_one_line_of_the_least_memory() -> None:
     def of(seconds: float, size: int) -> Found:
-        return Found({}, seconds, 1 / seconds, size, host=0, busy=0)
+        return Found({}, seconds, 1 / seconds, natural=1 / seconds, size=size, host=0, busy=0)
 
     fast, lean, slower = of(1.0, 70), of(1.0006, 64), of(1.006, 50)
     assert told_apart([slower, fast, lean], lambda one: one) == [lean, slower]

@@ -1,0 +1,109 @@
+"""The range of an expected speed, and the rates that the page calls measured or assumed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.configs.load import load
+from phalanx.configs.records import launch, own
+from phalanx.configs.tables.machines import MACHINES, Machine, machine_named
+from phalanx.extras.clusters.certainty import ON_ONE_HOST, PUBLISHED, error_of, lines
+from phalanx.moe.plan.cost.exchange import own_exchange
+from phalanx.moe.plan.cost.step_time import step_time
+from phalanx.moe.plan.described import resolved
+from phalanx.moe.plan.search.page import search_page
+from tests.moe.plan.pages import loaded, section, timed
+
+STEP = "Expected step"
+BALANCED = {name: r for name, r in own().items() if name.endswith("_balanced")}
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_our_own_steps_are_within_what_is_said_of_them(name: str) -> None:
+    world, overrides = launch(BALANCED[name].command)
+    cfg, kind = load(overrides), BALANCED[name].hardware.split(" x ")[1].lower()
+    error, _ = error_of(cfg, world, machine_named(kind))
+    assert error == ON_ONE_HOST
+    expected = timed(overrides, world, kind).total
+    assert (
+        BALANCED[name].step_time / (1 + error) < expected < BALANCED[name].step_time * (1 + error)
+    )
+
+
+def words(cfg_of: list[str], world: int, machine: Machine) -> dict[str, str]:
+    """Lines by their first words."""
+    cfg = resolved(load(cfg_of), world, machine.node_gpus)
+    return dict(line.split(maxsplit=1) for line in lines(cfg, world, machine, 1000.0))
+
+
+def test_a_host_of_measured_gpus_has_our_own_error() -> None:
+    found = words(["experiment=qwen3_30b_8gpu"], 8, MACHINES["h200"])
+    assert found["range"].startswith("952 to 1,050 tokens/s/GPU, 5% off")
+    assert "network" not in found["measured"] and "assumed" not in found
+
+
+def test_over_a_network_the_error_is_that_of_published_runs() -> None:
+    found = words(["experiment=deepseek_v3_256gpu"], 256, MACHINES["h200"])
+    assert found["range"].startswith(f"{1000 / (1 + PUBLISHED):,.0f} to 1,220 tokens/s/GPU")
+    assert found["assumed"] == "network" and "node" in found["measured"]
+
+
+def test_a_network_that_was_measured_is_marked_so(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("kind: h200\nnetwork_gbs: 20\nlatency_us: 15\nmeasured: [network_gbs]\n")
+    found = words(["experiment=deepseek_v3_256gpu"], 256, machine_named(str(path)))
+    assert "network" in found["measured"].split(", ")
+    assert found["assumed"] == "latency of the network"
+
+
+def test_rates_of_a_gpu_that_was_never_seen_are_assumptions() -> None:
+    found = words(["experiment=qwen3_30b_8gpu"], 8, machine_named("b200"))
+    assert "measured" not in found and "every rate of the GPU is an assumption" in found["range"]
+    assert "FP8" not in found["assumed"]
+    fp8 = words(["experiment=qwen3_30b_8gpu", "precision=fp8_block"], 8, machine_named("b200"))
+    assert "FP8 experts" in fp8["assumed"]
+
+
+def test_steps_that_are_not_captured_say_what_the_host_takes() -> None:
+    given = ["experiment=qwen3_30b_8gpu", "run.graph=off"]
+    slow = replace(MACHINES["h200"], launch_us=10.0)
+    found = words(given, 8, slow)
+    assert "host" not in words(given[:1], 8, slow)
+    cfg = load(given)
+    count = cfg.data.global_batch // cfg.data.micro_batch // 8
+    assert found["host"].startswith(f"launches of a stage take {70 * 48 * count * 1e-5:.3f} s")
+
+
+def test_the_page_has_the_range_and_the_marks(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("kind: h100\nnode_gbs: 100\nnetwork_gbs: 20\nmeasured: [node_gbs]\n")
+    text = section(STEP, "experiment=qwen3_30b_8gpu", f"run.machine={path}", world=8)
+    assert "  range     " in text and "100 node, 20 network" in text
+    assert "\n  measured  " in text and "\n  assumed   " in text
+
+
+def test_a_slower_network_and_latency_make_a_step_longer() -> None:
+    cfg, h200 = load(["experiment=deepseek_v3_256gpu", "parallel.expert=16"]), MACHINES["h200"]
+    known = resolved(cfg, 256, 8)
+    slow, late = replace(h200, network_gbs=20), replace(h200, latency_us=50.0)
+    fast = step_time(known, 256, h200).total
+    assert step_time(known, 256, slow).total > fast
+    before, after = (own_exchange(known, 256, m) for m in (h200, late))
+    tokens = cfg.data.micro_batch * cfg.data.sequence_length
+    assert (after.forward - before.forward) * tokens == pytest.approx(2 * 50e-6)
+    one_host = resolved(load(["experiment=qwen3_30b_8gpu"]), 8, 8)
+    assert step_time(one_host, 8, late) == step_time(one_host, 8, h200)
+
+
+def test_a_search_has_natural_routing_and_a_range() -> None:
+    words = ("experiment=gpt_oss_20b_8gpu",)
+    text, code = search_page(loaded(*words), 8, words)
+    first = next(line for line in text.splitlines() if line.startswith("1. "))
+    fast, slow = (first[3:].split()[0], first.split("bf16, ")[1].split()[0])
+    assert code == 0 and _number(slow) < _number(fast) and "with natural routing: " in first
+    assert "\nof the first range" in text and "5% off either way" in text
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
