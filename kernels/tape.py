@@ -294,7 +294,7 @@ class Span(NamedTuple):
 
 
 def arrange(spans: Sequence[Span]) -> tuple[dict[int, int], int]:
-    """Where each begins in one piece of memory, and its size: those in use together lie apart.
+    """Places in one piece of memory, and its size: those in use together lie apart.
 
     The largest first, each at the lowest place that is free while it is in use.
     """

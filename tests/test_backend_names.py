@@ -22,8 +22,8 @@ TABLES = (
 )
 NAMES = {name for table in TABLES for name in table}
 FOLDERS = ("configs", "extras", "kernels", "moe", "parallel")
-OWN = {ROOT / "extras/microscaling"}
-"""The folder of two recipes, which differ there."""
+OWN = {ROOT / "extras/microscaling", ROOT / "extras/jax"}
+"""Folders of two recipes, which differ there, and of JAX's backends, which are not those here."""
 
 
 def compared(source: str) -> Iterator[int]:

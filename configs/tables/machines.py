@@ -45,7 +45,7 @@ class Machine:
     launch_us: float = 5.0  # host time of a kernel's launch: an assumption
     only_memory: bool = False  # no rate is known: a dry run estimates its memory alone
     measured: frozenset[str] = frozenset()
-    """Fields that a file says were measured; extras/clusters knows those of `MACHINES`."""
+    """Fields that were measured on such GPUs, or by a file on its cluster; others are assumed."""
 
     @property
     def room(self) -> int:
@@ -96,10 +96,6 @@ def machine_of(device: str, otherwise: str) -> str:
 OTHERS = "phalanx.extras.clusters.described:machine"
 """`(name) -> Machine` of a kind of GPU besides `MACHINES` or of a YAML file, or ValueError."""
 
-CERTAINTY = "phalanx.extras.clusters.certainty:lines"
-"""`(cfg, world, machine, tokens) -> lines`: range of a speed, and which rates were measured."""
-NEAREST = "phalanx.extras.clusters.nearest:lines"  # `(cfg, world, gpu) -> lines` on records
-
 
 def machine_named(name: str) -> Machine:
     """The machine of `run.machine`: a kind of GPU or a YAML file; ValueError: neither."""
@@ -107,6 +103,9 @@ def machine_named(name: str) -> Machine:
     return found
 
 
+_ON_ONE_HOST = frozenset(
+    {"memory_gib", "dense_tflops", "expert_tflops", "attention_tflops", "node_gbs"}
+)
 MACHINES: dict[str, Machine] = {
     "h200": Machine(
         name="H200",
@@ -122,6 +121,8 @@ MACHINES: dict[str, Machine] = {
         memory_gbs=3000,
         node_gbs=335,
         network_gbs=40,
+        measured=_ON_ONE_HOST
+        | {"head_tflops", "memory_gbs", "dense_fp8_tflops", "expert_fp8_tflops"},
     ),
     "h100": Machine(
         name="H100 SXM",
@@ -135,5 +136,6 @@ MACHINES: dict[str, Machine] = {
         memory_gbs=2100,  # as much below the data sheet as of an H200
         node_gbs=335,
         network_gbs=40,
+        measured=_ON_ONE_HOST,
     ),
 }

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from phalanx.configs.tables.machines import MACHINES, Machine
-from phalanx.extras.clusters.kinds import KINDS, measured_of
+from phalanx.extras.clusters.kinds import KINDS
 
 GPUS: dict[str, Machine] = MACHINES | KINDS
 KEPT = ("name", "measured", "only_memory")
@@ -64,7 +64,7 @@ def _read(path: Path, changed: int) -> Machine:
             f"which must be a list of fields: {', '.join(RATES)}"
         )
     values = {name: _number(name, value) for name, value in found.items()}
-    kept = measured_of(base) - {name for name in values if values[name] != getattr(base, name)}
+    kept = base.measured - {name for name in values if values[name] != getattr(base, name)}
     return replace(
         base, name=f"{base.name} of {path.name}", measured=kept | frozenset(measured), **values
     )

@@ -8,15 +8,6 @@ from dataclasses import replace
 from phalanx.configs.tables.machines import MACHINES, Machine
 
 _H100, _H200 = MACHINES["h100"], MACHINES["h200"]
-_ON_ONE_HOST = frozenset(
-    {"memory_gib", "dense_tflops", "expert_tflops", "attention_tflops", "node_gbs"}
-)
-MEASURED = {
-    _H200.name: _ON_ONE_HOST
-    | {"head_tflops", "memory_gbs", "dense_fp8_tflops", "expert_fp8_tflops"},
-    _H100.name: _ON_ONE_HOST,
-}
-"""Fields of a machine of `MACHINES` that were measured on such GPUs."""
 _NOTHING = frozenset[str]()
 _PRODUCTS = (
     *("dense_tflops", "head_tflops", "expert_tflops"),
@@ -28,11 +19,6 @@ def _faster(machine: Machine, name: str, times: float, **known: float) -> Machin
     """A machine whose products are so many `times` as fast."""
     products = {rate: times * getattr(machine, rate) for rate in _PRODUCTS}
     return replace(machine, name=name, measured=_NOTHING, **(products | known))
-
-
-def measured_of(machine: Machine) -> frozenset[str]:
-    """Fields that were measured, here or on the cluster of a file."""
-    return machine.measured or MEASURED.get(machine.name, _NOTHING)
 
 
 KINDS: dict[str, Machine] = {

@@ -25,7 +25,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class Sizes(NamedTuple):
-    """What the plan of tokens needs besides their choices."""
+    """Sizes of the plan of tokens."""
 
     experts: int
     rows: int

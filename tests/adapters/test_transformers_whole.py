@@ -19,7 +19,6 @@ from transformers import (
     OlmoeForCausalLM,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
-    Qwen3NextForCausalLM,
 )
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -31,6 +30,10 @@ from phalanx.adapters.transformers.attention import forward as attend
 from phalanx.adapters.transformers.attention import mask as causal_mask
 from phalanx.adapters.transformers.rotary import Kind, rotated
 from tests.adapters import hf_models
+from tests.support.without_fla import without_fla
+
+with without_fla():
+    from transformers import Qwen3NextForCausalLM
 
 SMALL: dict[str, Any] = dict(
     vocab_size=hf_models.VOCABULARY,

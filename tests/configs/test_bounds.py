@@ -21,6 +21,7 @@ TEXTS_WITHOUT_CHOICES = {
     "run.dir",
     "run.checkpoints",
     "run.resume",
+    "run.machine",
     "run.start_over",
     "run.project",
     "run.record_routing",

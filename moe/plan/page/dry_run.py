@@ -26,7 +26,7 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
-from phalanx.configs.tables.machines import CERTAINTY, MEMORY_ERROR, NEAREST, Machine, machine_named
+from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
 from phalanx.moe.data.blend import shown
 from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import (
@@ -66,6 +66,7 @@ from phalanx.moe.plan.cost.step_time import (
 from phalanx.moe.plan.cost.traffic import costs, overlap_sms, received, row_bytes, traffic
 from phalanx.moe.plan.cost.weights import fp8_copy_bytes
 from phalanx.moe.plan.described import resolved
+from phalanx.moe.plan.page import certainty, nearest
 from phalanx.moe.plan.page.advice import fp8_gain, needed, opt_ins, suggestions
 from phalanx.moe.plan.search.best import next_override
 from phalanx.moe.text import count, model_size, storage, work
@@ -367,7 +368,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "
         "everything else overlapped, with any transport"
     )
-    yield from resolve_name(CERTAINTY)(cfg, world, machine, tokens / t.total)
+    yield from certainty.lines(cfg, world, machine, tokens / t.total)
     if (busy := network_busy(cfg, world, machine)) > BUSY:
         yield f"network busy for {busy:.0%} of the step: slower if it shares links with other jobs"
     if (load := busiest(cfg, world)) > 1:
@@ -376,7 +377,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
             f"natural routing: {tokens / natural:,.0f} tokens/s/GPU with {load:.2f} times the mean "
             f"rows on the busiest rank, {_measured(cfg)}"
         )
-    yield from resolve_name(NEAREST)(cfg, world, machine.name)
+    yield from nearest.lines(cfg, world, machine.name)
 
 
 def _measured(cfg: Config) -> str:

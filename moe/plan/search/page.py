@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from pkgutil import resolve_name
 
 from phalanx.configs import programs
 from phalanx.configs.arithmetic.accounting import flops_per_token
@@ -11,9 +10,10 @@ from phalanx.configs.knobs import Changes, changed, get, overrides, pluralize
 from phalanx.configs.layout import layout_problems
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.machines import CERTAINTY, MEMORY_ERROR, Machine, machine_named
+from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.plan.cost.step_time import BUSY
+from phalanx.moe.plan.page import certainty
 from phalanx.moe.plan.search.best import Found, best, estimated
 from phalanx.moe.plan.search.layouts import layouts
 from phalanx.moe.text import model_size, storage
@@ -98,7 +98,7 @@ def _lines(
         yield f"\n{i}. {_speed(changed(cfg, one.changes), one, machine)}"
         yield _command(one.changes, world, machine, words)
     first = changed(cfg, found[0].changes)
-    yield f"\nof the first {next(resolve_name(CERTAINTY)(first, world, machine, found[0].tokens))}"
+    yield f"\nof the first {next(certainty.lines(first, world, machine, found[0].tokens))}"
     yield (
         "balanced experts, no waits for hosts or other delays; run.dry_run=true with one of them "
         "shows all of it"

@@ -11,7 +11,7 @@ from phalanx.configs.load import load
 from phalanx.configs.tables.machines import MACHINES, Machine, machine_named, machine_of
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.extras.clusters.described import GPUS, KEPT, RATES
-from phalanx.extras.clusters.kinds import KINDS, MEASURED
+from phalanx.extras.clusters.kinds import KINDS
 
 
 def file_of(folder: Path, text: str) -> str:
@@ -53,7 +53,7 @@ def test_a_file_changes_a_kind(tmp_path: Path) -> None:
     m = machine_named(file_of(tmp_path, text))
     h100 = MACHINES["h100"]
     changes = {"network_gbs": 21.5, "node_gpus": 4, "memory_gbs": 2000}
-    measured = MEASURED[h100.name] | {"network_gbs"}
+    measured = h100.measured | {"network_gbs"}
     assert m == replace(h100, name="H100 SXM of machine.yaml", measured=measured, **changes)
     assert "node_gbs" in m.measured and "memory_gbs" not in m.measured
 

@@ -5,7 +5,6 @@ transformers is imported inside functions: ranks import this module and must not
 
 import copy
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from phalanx.configs.schema import Config
 from phalanx.moe.hf.convert import determined, import_folder
 from phalanx.scripts.convert_hf import configured
+from tests.support.without_fla import without_fla
 
 
 def _rope(theta: float, **more: Any) -> dict[str, Any]:
@@ -247,10 +247,8 @@ def theirs(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any
 
     kind, fields = MODELS[name]
     config = getattr(transformers, kind)(**{**fields, **changes})
-    # A model's file takes flash-linear-attention where that is installed, which needs a GPU.
-    sys.modules["fla"] = None  # type: ignore[assignment]
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    del sys.modules["fla"]
+    with without_fla():
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     state = model.state_dict()
     for key, value in state.items():

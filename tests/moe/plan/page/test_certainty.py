@@ -8,10 +8,10 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.records import launch, own
 from phalanx.configs.tables.machines import MACHINES, Machine, machine_named
-from phalanx.extras.clusters.certainty import ON_ONE_HOST, PUBLISHED, error_of, lines
 from phalanx.moe.plan.cost.exchange import own_exchange
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
+from phalanx.moe.plan.page.certainty import ON_ONE_HOST, PUBLISHED, error_of, lines
 from phalanx.moe.plan.search.page import search_page
 from tests.moe.plan.pages import loaded, section, timed
 

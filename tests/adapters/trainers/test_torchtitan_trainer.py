@@ -17,7 +17,7 @@ pytest.importorskip("torchtitan")
 pytest.importorskip("torchtitan.train", reason="torchtitan's trainer needs a newer torch")
 
 SCRIPT = Path(__file__).with_name("torchtitan_cpu.py")
-ROOT = SCRIPT.parents[2]
+ROOT = SCRIPT.parents[3]
 
 
 @pytest.fixture(scope="module")

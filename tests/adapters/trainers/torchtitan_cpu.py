@@ -1,4 +1,4 @@
-"""torchtitan's trainer on a CPU: `torchrun tests/adapters/torchtitan_cpu.py` with its arguments.
+"""torchtitan's trainer on a CPU: `torchrun torchtitan_cpu.py` with its arguments.
 
 torchtitan 0.3.0 trains on GPUs alone. This gives it a CPU as its device, with memory statistics,
 attention, since FlexAttention has no backward pass on a CPU, and plain sums of FSDP's gradients,

@@ -7,7 +7,6 @@ from phalanx.configs.formats import is_fp8
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
-from phalanx.extras.clusters.kinds import measured_of
 
 ON_ONE_HOST = 0.05
 """Error of steps on one host by rates that were measured there: of 0.97 to 1.05 times the expected
@@ -32,7 +31,7 @@ _SHOWN = {
 
 def error_of(cfg: Config, world: int, machine: Machine) -> tuple[float, str]:
     """Part by which the speed may be off, and where that is from."""
-    used, measured = _used(cfg, world, machine), measured_of(machine)
+    used, measured = _used(cfg, world, machine), machine.measured
     if used <= measured:
         return ON_ONE_HOST, "as steps of ours were, by measured rates on one host"
     why = "as published runs are by the same estimate"
@@ -51,7 +50,7 @@ def span(cfg: Config, world: int, machine: Machine, tokens: float) -> str:
 def lines(cfg: Config, world: int, machine: Machine, tokens: float) -> Iterator[str]:
     """Lines of the page under the expected step."""
     yield f"range     {span(cfg, world, machine, tokens)}"
-    used, measured = _used(cfg, world, machine), measured_of(machine)
+    used, measured = _used(cfg, world, machine), machine.measured
     for word, names in (("measured", used & measured), ("assumed", used - measured)):
         if names:
             yield f"{word:<10}{', '.join(text for name, text in _SHOWN.items() if name in names)}"
