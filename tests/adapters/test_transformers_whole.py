@@ -30,7 +30,7 @@ from phalanx.adapters.transformers.attention import forward as attend
 from phalanx.adapters.transformers.attention import mask as causal_mask
 from phalanx.adapters.transformers.rotary import Kind, rotated
 from tests.adapters import hf_models
-from tests.support.without_fla import without_fla
+from tests.moe.hf.without_fla import without_fla
 
 with without_fla():
     from transformers import Qwen3NextForCausalLM

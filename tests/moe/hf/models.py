@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.configs.schema import Config
 from phalanx.moe.hf.convert import determined, import_folder
 from phalanx.scripts.convert_hf import configured
-from tests.support.without_fla import without_fla
+from tests.moe.hf.without_fla import without_fla
 
 
 def _rope(theta: float, **more: Any) -> dict[str, Any]:
