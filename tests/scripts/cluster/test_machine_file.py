@@ -12,6 +12,8 @@ from phalanx.scripts.cluster.machine_file import machine_file
 from phalanx.scripts.cluster.results import Cluster, Rail
 from tests.scripts.cluster.test_findings import GPU, cluster, rank
 
+pytestmark = pytest.mark.extras  # kinds of GPUs and files of clusters are extras/clusters
+
 
 def made(**changes: object) -> Cluster:
     gpu = replace(GPU, memory_gib=79.1)
