@@ -7,7 +7,8 @@ torch.compile, captures and modes of torch have the ops themselves.
 Legend: N tokens or rows, K experts per token, S expert rows, D hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -137,27 +138,26 @@ def _forward(
     return out, h, *plan
 
 
-def _backward(
-    dout: Tensor, *saved: Tensor | None, spec: str, sizes: Sizes | None, needs: tuple[bool, ...]
+def _gradients(
+    of_mlp: Callable[..., Any],
+    of_pairs: Callable[..., Any],
+    dout: Tensor,
+    *saved: Tensor | None,
+    spec: str,
+    sizes: Sizes | None,
+    needs: tuple[bool, ...],
 ) -> Sequence[Tensor | None]:
-    """Gradients of x, w1, w2, b1, b2 and the probabilities."""
-    compute = custom_ops.grouped_mlp_backward.compute
-    *grads, dprob = compute(dout, *saved, spec, list(needs[:5]))
+    """Gradients of x, w1, w2, b1, b2 and the probabilities, by those of the layer and the plan."""
+    *grads, dprob = of_mlp(dout, *saved, spec, list(needs[:5]))
     found = [g if need else None for g, need in zip(grads, needs, strict=False)]
     if sizes is not None and needs[5]:
-        dprob = planning.plan_backward.compute(dprob, saved[-2], sizes.backend)
+        dprob = of_pairs(dprob, saved[-2], sizes.backend)
     return *found, dprob if needs[5] else None
 
 
-def _composed(
-    dout: Tensor, *saved: Tensor | None, spec: str, sizes: Sizes | None, needs: tuple[bool, ...]
-) -> Sequence[Tensor | None]:
-    """The same by custom ops, whose own derivatives are refused by name."""
-    *grads, dprob = custom_ops.differentiate(dout, *saved, spec, list(needs[:5]))
-    found = [g if need else None for g, need in zip(grads, needs, strict=False)]
-    if sizes is not None and needs[5]:
-        dprob = planning.gradients_of_pairs(dprob, saved[-2], sizes.backend)
-    return *found, dprob if needs[5] else None
-
-
-_FORWARD, _BACKWARD = Tapes(_forward), Tapes(_backward)
+_FORWARD = Tapes(_forward)
+_BACKWARD = Tapes(
+    partial(_gradients, custom_ops.grouped_mlp_backward.compute, planning.plan_backward.compute)
+)
+# The same by custom ops, whose own derivatives are refused by name.
+_composed = partial(_gradients, custom_ops.differentiate, planning.gradients_of_pairs)
