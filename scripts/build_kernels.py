@@ -1,13 +1,14 @@
 """Compile all kernels that the library can choose into the on-disk cache, ahead of a run.
 
     python scripts/build_kernels.py [--dir FOLDER] [--jobs N] [--only TEXT] [--list]
-        [--run OVERRIDE ...]
+        [--functions] [--run OVERRIDE ...]
 
 Kernels of flash-attn-4 and QuACK are compiled for sizes of a model. Without --run these are sizes
 of the models in configs/model. --run takes the overrides of a run, as train.py does, and compiles
 what that run needs in their place, whatever the model; parallel.world_size says for how many ranks,
 if the experiment does not. Kernels in Triton are compiled for the launches of the shipped models;
-others are compiled when a run first launches them, and kept.
+others are compiled when a run first launches them, and kept. --functions adds the kernels that only
+the functions of phalanx.kernels.api launch, as the adapters do.
 
     python scripts/build_kernels.py --run experiment=proof_moe_long data.document_mask=true
 
@@ -47,11 +48,15 @@ if TYPE_CHECKING:
     from phalanx.kernels.rms_norm.quack_library import Rows
 
 
-class Sizes(NamedTuple):
-    """Keys of the libraries' kernels to build."""
+class Wanted(NamedTuple):
+    """What to build beside the kernels that train a model."""
 
-    layers: Sequence["AttentionLayer"]
-    rows: Sequence["Rows"]
+    layers: Sequence["AttentionLayer"] | None = None
+    """Keys of flash-attn-4's kernels; None: those of the models in configs/model."""
+    rows: Sequence["Rows"] | None = None
+    """Keys of QuACK's kernels, likewise."""
+    functions: bool = False
+    """Kernels of the public functions too."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +68,23 @@ class Target:
     build: Callable[[Path], object]  # compiles the entries that a cache folder lacks
 
 
-def targets(sizes: Sizes | None = None) -> list[Target]:
-    """All kernels that the library can choose, in the same order in every process.
-
-    `sizes` of one run; None: those of the models in configs/model.
-    """
+def targets(wanted: Wanted) -> list[Target]:
+    """All kernels that the library can choose, in the same order in every process."""
     from phalanx.kernels.core_attention import fa4
     from phalanx.kernels.rms_norm import quack_library
     from phalanx.kernels.sm90.jit import launch
-    from phalanx.kernels.sm90.jit.shipped import SHIPPED, with_capabilities
+    from phalanx.kernels.sm90.jit.shipped import COMPILED, SHIPPED, with_capabilities
 
-    layers, norms = sizes or Sizes(fa4.SHIPPED, quack_library.SHIPPED)
+    ours = COMPILED if wanted.functions else SHIPPED
+    layers = fa4.SHIPPED if wanted.layers is None else wanted.layers
+    norms = quack_library.SHIPPED if wanted.rows is None else wanted.rows
     found = [
         Target(
             f"{kernel.__name__} {config}",
             partial(_has, partial(_entries, launch.entry_name, kernel, config)),
             partial(_build, launch.build, kernel, config),
         )
-        for kernel, config in with_capabilities(SHIPPED)
+        for kernel, config in with_capabilities(ours)
     ]
     for layer in layers:
         entries = partial(_has, partial(fa4.entries, layer))
@@ -95,8 +99,8 @@ def targets(sizes: Sizes | None = None) -> list[Target]:
     return found
 
 
-def sizes_of(overrides: Sequence[str]) -> Sizes:
-    """Keys of the kernels that a run with these overrides launches; SystemExit 2 after mistakes."""
+def of_run(overrides: Sequence[str]) -> Wanted:
+    """What a run with these overrides launches; SystemExit 2 after mistakes."""
     from phalanx.configs.load import from_argv
     from phalanx.kernels.registry import KernelUnavailable
     from phalanx.moe.report.console import quiet
@@ -108,7 +112,7 @@ def sizes_of(overrides: Sequence[str]) -> Sizes:
     with importing_megatron():
         from phalanx.moe.model.kernel_facts import attention_layers, norm_rows
     try:
-        return Sizes(attention_layers(cfg), norm_rows(cfg))
+        return Wanted(attention_layers(cfg), norm_rows(cfg))
     except KernelUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -131,11 +135,11 @@ def _build(build: Callable[..., object], kernel: Any, config: Any, cache_folder:
     return build(kernel, config, Cache(cache_folder))
 
 
-def build(number: int, sizes: Sizes | None, cache_folder: Path) -> tuple[float, str]:
-    """Build `targets(sizes)[number]` in a worker process; returns seconds, and the error or ""."""
+def build(number: int, wanted: Wanted, cache_folder: Path) -> tuple[float, str]:
+    """Build `targets(wanted)[number]` in a worker process; returns seconds, and the error or ""."""
     started, why = time.monotonic(), ""
     try:
-        targets(sizes)[number].build(cache_folder)
+        targets(wanted)[number].build(cache_folder)
     except Exception as error:  # not every exception of the compiler can be pickled
         why = reason(error)
     return time.monotonic() - started, why
@@ -147,14 +151,14 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines)[:300]}"
 
 
-def build_all(missing: dict[int, str], sizes: Sizes | None, cache_folder: Path, jobs: int) -> int:
+def build_all(missing: dict[int, str], wanted: Wanted, cache_folder: Path, jobs: int) -> int:
     """Build targets (number to label), print a line for each, and return the number of failures."""
     failed = 0
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings about tensors without memory
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as workers:
         running: dict[Future[tuple[float, str]], str] = {
-            workers.submit(build, number, sizes, cache_folder): label
+            workers.submit(build, number, wanted, cache_folder): label
             for number, label in missing.items()
         }
         for done, future in enumerate(as_completed(running), start=1):
@@ -211,6 +215,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--list", action="store_true", help="list cached and missing kernels, build nothing"
     )
     parser.add_argument(
+        "--functions",
+        action="store_true",
+        help="also kernels that only the functions of phalanx.kernels.api launch, as adapters do",
+    )
+    parser.add_argument(
         "--run",
         nargs="+",
         metavar="OVERRIDE",
@@ -226,11 +235,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
-        sizes = sizes_of(args.run) if args.run else None
+        wanted = of_run(args.run) if args.run else Wanted()
     except ModuleNotFoundError as missing_module:
         programs.leave_without(missing_module)
     try:
-        known = targets(sizes)
+        wanted = wanted._replace(functions=args.functions)
+        known = targets(wanted)
     except ModuleNotFoundError as missing_module:
         if (missing_module.name or "").startswith("phalanx"):
             raise
@@ -254,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(why, file=sys.stderr)
         return 1
     started = time.monotonic()
-    failed = build_all(missing, sizes, args.dir, args.jobs) if missing else 0
+    failed = build_all(missing, wanted, args.dir, args.jobs) if missing else 0
     progress(
         f"{pluralize(len(missing) - failed, 'kernel')} built, {len(cached)} were cached, "
         f"{failed} failed, in {time.monotonic() - started:.1f} s: {args.dir}",
