@@ -33,6 +33,7 @@ from phalanx.kernels.tracing import outside_graphs
 
 _REDUCTIONS = ("mean", "sum", "none")
 _LOGITS = 5 << 27  # of a chunk: 1.25 GiB in bf16, 4,416 tokens of Qwen3's vocabulary
+_ONE_CHUNK = 2 * _LOGITS  # sums in fp32 of more chunks take as much memory, and 2 ms on an H200
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,7 +68,7 @@ def linear_cross_entropy(
             `torch.nn.functional.cross_entropy`, the mean over no label is NaN, and its gradient 0.
         num_items: the sum of the losses is divided by it, and `reduction` does not count: what
             the loss functions of transformers name `num_items_in_batch`.
-        chunk: C; by default as many tokens as have 1.25 GiB of logits in bf16.
+        chunk: C; by default all tokens if their logits have 2.5 GiB in bf16, else parts of 1.25.
 
     Returns:
         fp32 (fp64 for fp64): a scalar, or with `reduction="none"` losses [...], 0 where ignored.
@@ -82,7 +83,7 @@ def linear_cross_entropy(
     if weight.dtype != x.dtype:
         raise ValueError(f"weight is {weight.dtype}, x is {x.dtype}: give them one dtype")
     x_ND, labels_N = x.reshape(-1, x.shape[-1]), labels.reshape(-1).long()
-    chunk = chunk or max(1, _LOGITS // max(1, len(weight)))
+    chunk = chunk or _chunk(len(x_ND), len(weight))
     with torch.autocast(kind, enabled=False):
         if reduction == "none" and num_items is None:
             out: Tensor = _TokenLosses.apply(x_ND, weight, labels_N, ignore_index, chunk)
@@ -97,6 +98,13 @@ def linear_cross_entropy(
             count = (labels_N != ignore_index).sum().to(dtype)
         summed: Tensor = _SummedLoss.apply(x_ND, weight, labels_N, count, ignore_index, chunk)
         return summed
+
+
+def _chunk(tokens: int, vocabulary: int) -> int:
+    """Tokens of a chunk."""
+    if tokens * vocabulary <= _ONE_CHUNK:
+        return max(1, tokens)
+    return max(1, _LOGITS // vocabulary)
 
 
 def _check(x: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk: int | None) -> None:
@@ -210,19 +218,21 @@ class _WeightGradient:
     """dlogits^T x of a chunk, in the dtype of the weight, or of several (`sums`), fp32 at least."""
 
     def __init__(self, weight: Tensor, *, sums: bool) -> None:
-        self._multiply = _wide if sums and weight.dtype.itemsize < 4 else torch.mm
+        self._wide = sums and weight.dtype.itemsize < 4
         self._empty = True
         self.total = weight.new_zeros(()).expand_as(weight)
 
     def add(self, dlogits_CV: Tensor, x_CD: Tensor) -> None:
-        product_VD = self._multiply(dlogits_CV.T, x_CD)
-        self.total = product_VD if self._empty else self.total.add_(product_VD)
+        a_VC, options = dlogits_CV.T, dict[str, Any]()
+        if self._wide and a_VC.is_cuda:
+            options["out_dtype"] = torch.float32
+        elif self._wide:
+            a_VC, x_CD = a_VC.float(), x_CD.float()
+        if self._empty:
+            self.total = torch.mm(a_VC, x_CD, **options)
+        else:
+            torch.addmm(self.total, a_VC, x_CD, out=self.total, **options)
         self._empty = False
-
-
-def _wide(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def _losses(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
