@@ -287,10 +287,13 @@ def rows(name: str, size: Size, device: torch.device, rounds: int) -> Iterator[s
     notes: dict[str, str] = {}
     for side in SIDES:
         first = sides[BASE].model if BASE in sides else None
+        begin = time.monotonic()
         try:
             sides[side] = Side(side, size, first, device)
         except Exception as error:
             notes[side] = reason(error).replace("|", "/")
+        seconds = time.monotonic() - begin
+        print(f"{name}, {side}: ready in {seconds:.1f} s", file=sys.stderr, flush=True)
     times: dict[str, list[float]] = {side: [] for side in sides}
     for counted in range(-2, rounds):
         for side in list(sides):
