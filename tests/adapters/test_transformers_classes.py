@@ -132,11 +132,13 @@ def test_constants_of_a_gate_are_used(limit: float) -> None:
 
 
 def test_classes_with_another_layout_are_those_of_the_docs() -> None:
-    others = {
-        name
-        for name in CLASSES.keys() - REFUSED.keys()
-        if phalanx.adapters.transformers.convert(experts(CLASSES[name], name, "phalanx"))
-    }
+    others = set[str]()
+    for name in CLASSES.keys() - REFUSED.keys():
+        try:
+            if phalanx.adapters.transformers.convert(experts(CLASSES[name], name, "phalanx")):
+                others.add(name)
+        except ValueError:  # a class that only a newer transformers has may be refused
+            assert transformers.__version__ != KNOWN
     assert others >= {"GptOssExperts", "AriaExperts", "OpenAIPrivacyFilterExperts"}
     assert transformers.__version__ != KNOWN or len(others) == 3
 
