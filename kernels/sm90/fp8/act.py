@@ -219,11 +219,20 @@ class LoadedBlockWalk(LoadedStripWalk):
         self.bytes[1].store(region, last_tma, last_rows, top, end, first, 0)
 
 
+@dataclass(frozen=True)
 class BlockStore(RowStore):
     """Two outputs: the last one in FP8, and the first one in bf16, or in FP8 if rows are loaded."""
 
     walks = BlockWalk, LoadedBlockWalk
     regions = WARPS * _REGIONS * REGION
+
+    def __post_init__(self) -> None:
+        # Channels behind the last whole block of a tile would not be stored.
+        parts = self.epilogue.product_parts
+        if self.loop is not None and self.loop.columns // parts % BLOCK:
+            raise ValueError(
+                f"a tile of {self.loop.columns} columns has no whole blocks of {BLOCK} channels"
+            )
 
     @property
     def strips(self) -> Strips:

@@ -13,6 +13,7 @@ from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from phalanx.kernels.sm90.experts.grouped_gemm import grouped_gemm
 from phalanx.kernels.sm90.experts.tile_choice import choose, require_tile
+from phalanx.kernels.sm90.fp8.act import Fp8Act, Fp8ActGrad
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm import operands
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
@@ -44,6 +45,21 @@ FC1 = dict(x=ROWS["a"], w1_LHD=quantized(2, 384, 192, blocks=(2, 4, 2)), act=Act
 def test_impossible_tiles_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Fp8Mainloop(**options)
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "columns"),
+    [
+        (Fp8Act(Activation("swiglu")), 192),
+        (Fp8Act(Activation("swiglu")), 128),
+        (Fp8Act(Activation("squared_relu")), 192),
+        (Fp8ActGrad(Activation("swiglu")), 192),
+    ],
+)
+def test_tiles_without_whole_blocks_are_refused(epilogue, columns):
+    with pytest.raises(ValueError, match=f"of {columns} columns has no whole blocks of 128"):
+        epilogue.bytes(Fp8Mainloop(columns))
+    assert epilogue.bytes(Fp8Mainloop(256)) > 0
 
 
 @pytest.mark.parametrize(
