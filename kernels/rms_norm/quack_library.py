@@ -34,10 +34,10 @@ class Rows:
 
 _CENTERED = tuple(
     Rows(N, step, adds, fp32_weight=True)  # type: ignore[arg-type]
-    for N in (256, 2048)  # Qwen3-Next: heads, hidden
+    for N in (256, 2048, 32, 128)  # Qwen3-Next and its tiny model: heads, hidden, each
     for step in ("forward", "backward")
     for adds in (False, True)
-    if not adds or N == 2048
+    if not adds or N in (2048, 128)
 )
 _WIDTHS = (
     *(128, 2048),  # Qwen3: heads, hidden

@@ -95,14 +95,13 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             if gather and act not in OTHERS:
                 yield DgradKernel, GemmConfig(grad, loop, waits=True)
     for rows_format, scaled in product(("e4m3", "e5m2"), EITHER):
-        for add in (True, False):
-            config = BiasGradConfig(True, add, scaled, scaled, rows_format=rows_format)
+        for fp32_out, add in product(EITHER, EITHER):
+            config = BiasGradConfig(fp32_out, add, scaled, scaled, rows_format=rows_format)
             yield BiasGradKernel, config
     for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
         math = Fp8Contraction(columns, rows_format)
-        for fp32_out, add in ((True, True), (True, False), (False, False)):
-            for ordered in EITHER:
-                yield WgradKernel, WgradConfig(math, fp32_out, add, ordered)
+        for fp32_out, add, ordered in product(EITHER, EITHER, EITHER):
+            yield WgradKernel, WgradConfig(math, fp32_out, add, ordered)
         for add in EITHER:
             yield WgradPairKernel, WgradConfig(math, True, add, ordered=True)
 
@@ -156,7 +155,8 @@ def _routing() -> Iterator[tuple[type, Any]]:
     for kernel in (TopkKernel, TopkGradientKernel):  # 512 experts, as in Qwen3-Next
         yield kernel, TopkConfig(10, 4, bf16=False, weights="softmax")
     deepseek = ExpertGroups(number=8, size=32, chosen=4, best=2)
-    several = (6, 1, None), (8, 1, None), (8, 2, None, deepseek), (8, 3, None)
+    tiny = ExpertGroups(number=4, size=4, chosen=2, best=2)
+    several = (4, 1, tiny), (6, 1, None), (8, 1, None), (8, 2, None, deepseek), (8, 3, None)
     for top_k, vectors, *groups in several:
         # The choice, its gradient, and the best logits, which balancing losses count.
         choice: dict[str, Any] = dict(
