@@ -12,6 +12,7 @@ from phalanx.scripts.lab.corpus.duplicates import NearDuplicates
 from phalanx.scripts.lab.corpus.packages import Package, is_license
 
 LEAST, MOST = 200, 65_536  # bytes of a document: shorter files are left out, longer ones are cut
+NONE = range(0)  # sizes of files that are not cut
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,18 @@ class Document:
     sha256: str
     start: int
     size: int
+    whole: bool = False  # a long file, not cut
 
 
 @dataclass
 class Texts:
-    """Documents of all packages, without exact and near duplicates; `spool` takes the texts."""
+    """Documents of all packages, without exact and near duplicates; `spool` takes the texts.
+
+    Files whose bytes are within `whole` are not cut.
+    """
 
     spool: BinaryIO
+    whole: range = NONE
     documents: list[Document] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)  # files by the reason
     _files: set[bytes] = field(default_factory=set)
@@ -69,13 +75,16 @@ class Texts:
             self._files.add(digest)
             file = f"{package.name}/{name}"
             unit = file if package.unit == "file" else file.rpartition("/")[0]
-            parts = list(pieces(text))
+            whole = len(text.encode()) in self.whole
+            parts = [text] if whole else list(pieces(text))
             for number, part in enumerate(parts, 1):
                 source = file + (f"#{number}" if len(parts) > 1 else "")
                 data = part.encode()
                 self.spool.write(data)
                 sha = hashlib.sha256(data).hexdigest()
-                self.documents.append(Document(domain, source, unit, sha, self._end, len(data)))
+                self.documents.append(
+                    Document(domain, source, unit, sha, self._end, len(data), whole)
+                )
                 self._end += len(data)
 
 
@@ -110,13 +119,17 @@ def held_out_units(documents: list[Document], share: float, seed: int) -> set[tu
     return chosen
 
 
-def limited(documents: list[Document], most: int, seed: int) -> list[Document]:
-    """Documents of at most `most` bytes of each domain, the first ones of the shuffled order."""
-    sizes: Counter[str] = Counter()
+def limited(documents: list[Document], most: float, most_whole: float, seed: int) -> list[Document]:
+    """Documents of at most `most` bytes of each domain, the first ones of the shuffled order.
+
+    Long files that are not cut count apart, up to `most_whole`.
+    """
+    sizes: Counter[tuple[str, bool]] = Counter()
     taken = []
     for document in shuffled(documents, seed):
-        if sizes[document.domain] + document.size <= most:
-            sizes[document.domain] += document.size
+        kind = document.domain, document.whole
+        if sizes[kind] + document.size <= (most_whole if document.whole else most):
+            sizes[kind] += document.size
             taken.append(document)
     return taken
 

@@ -9,6 +9,7 @@ are held out. The folder of the corpus then holds
 
     train.jsonl, train.bin, train.idx      text and tokens of the training part
     held_out/DOMAIN.jsonl, .bin, .idx      the same of the held-out part, a file for each domain
+    long.*, held_out/long.*                the same of long files that are not cut (--whole)
     tokenizer.json                         the tokenizer of the recipe, in the form of Hugging Face
     licenses/                              terms of the packages, as they contain them
     manifest.json                          packages, versions, commands, licenses, sizes, sha256
@@ -19,6 +20,7 @@ A second call continues with the packages that are there. Texts stay under their
 import argparse
 import fnmatch
 import json
+import math
 import shutil
 import sys
 from collections import Counter
@@ -33,7 +35,15 @@ from phalanx.configs.knobs import pluralize
 from phalanx.scripts import prepare_data
 from phalanx.scripts.lab.corpus import tiktoken_file
 from phalanx.scripts.lab.corpus.archives import members
-from phalanx.scripts.lab.corpus.documents import Document, Texts, held_out_units, limited, shuffled
+from phalanx.scripts.lab.corpus.documents import (
+    MOST,
+    NONE,
+    Document,
+    Texts,
+    held_out_units,
+    limited,
+    shuffled,
+)
 from phalanx.scripts.lab.corpus.packages import Package, download, read_recipe, sha256, shown
 from phalanx.scripts.output.bad_input import reports_bad_input
 
@@ -63,6 +73,14 @@ def parser() -> argparse.ArgumentParser:
     add("--downloads", type=Path, metavar="FOLDER", help="packages (default: FOLDER/downloads)")
     add("--held-out", type=float, default=0.01, metavar="SHARE", help="(default: %(default)s)")
     add("--domain-mb", type=float, metavar="MB", help="text of a domain at most (default: all)")
+    add(
+        "--whole",
+        nargs=2,
+        type=int,
+        metavar=("LEAST", "MOST"),
+        help="files of so many KiB are not cut, and are parts of their own, for long contexts",
+    )
+    add("--whole-mb", type=float, metavar="MB", help="of them in a domain (default: --domain-mb)")
     add("--seed", type=int, default=1, metavar="N", help="of order and held-out part (default: 1)")
     add("--no-tokens", action="store_true", help="write texts and tokenizer alone")
     return p
@@ -72,8 +90,10 @@ def make(args: argparse.Namespace) -> None:
     """Write the corpus, or raise ValueError for a package that is not found or not listed."""
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held-out {args.held_out} must be at least 0 and less than 1")
-    if args.domain_mb is not None and args.domain_mb <= 0:
-        raise ValueError(f"--domain-mb {args.domain_mb} must be positive")
+    for option, most in (("--domain-mb", args.domain_mb), ("--whole-mb", args.whole_mb)):
+        if most is not None and most <= 0:
+            raise ValueError(f"{option} {most} must be positive")
+    whole = _sizes(args.whole)
     tokenizer, packages = read_recipe(args.recipe)
     if unknown := set(args.only) - {package.name for package in packages}:
         names = ", ".join(package.name for package in packages)
@@ -93,14 +113,14 @@ def make(args: argparse.Namespace) -> None:
 
     spool = output / "texts.tmp"
     with spool.open("wb") as file:
-        texts = Texts(file)
+        texts = Texts(file, whole)
         for package in packages:
             texts.add(package, fetched(package), _writer(output / "licenses" / package.name))
             found = pluralize(f"{len(texts.documents):,}", "document")
             print(f"  {found} so far", flush=True)
-    documents = texts.documents
-    if args.domain_mb is not None:
-        documents = limited(documents, int(args.domain_mb * 1e6), args.seed)
+    most = math.inf if args.domain_mb is None else args.domain_mb * 1e6
+    most_whole = most if args.whole_mb is None else args.whole_mb * 1e6
+    documents = limited(texts.documents, most, most_whole, args.seed)
     parts = _split(documents, args.held_out, args.seed)
     written = _write_parts(output, spool, parts)
     spool.unlink()
@@ -113,6 +133,8 @@ def make(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "held_out": args.held_out,
         "domain_mb": args.domain_mb,
+        "whole": args.whole,
+        "whole_mb": args.whole_mb,
         "packages": inputs,
         "left_out": dict(texts.left_out),
         "parts": written,
@@ -125,6 +147,19 @@ def make(args: argparse.Namespace) -> None:
     (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     for name, numbers in written.items():
         print(f"{name}: {numbers['documents']:,} documents, {numbers['bytes']:,} bytes")
+
+
+def _sizes(whole: list[int] | None) -> range:
+    """Bytes of files that are not cut, from KiB; ValueError if they are not long or no range."""
+    if whole is None:
+        return NONE
+    least, most = whole
+    if not MOST // 2 <= least << 10 < most << 10:
+        raise ValueError(
+            f"--whole {least} {most}: give the KiB of the shortest and of the longest such file, "
+            f"from {MOST >> 11} on"
+        )
+    return range(least << 10, (most << 10) + 1)
 
 
 def _input(package: Package, path: Path) -> dict[str, Any]:
@@ -149,12 +184,17 @@ def _writer(folder: Path) -> Callable[[str, bytes], object]:
 
 
 def _split(documents: list[Document], share: float, seed: int) -> dict[str, list[Document]]:
-    """Shuffled documents by the part that they are of: `train`, or `held_out/DOMAIN`."""
+    """Shuffled documents by the part that they are of: `train`, or `held_out/DOMAIN`.
+
+    Whole long files are in `long` or `held_out/long`.
+    """
     held = held_out_units(documents, share, seed)
     parts: dict[str, list[Document]] = {"train": []}
     for document in shuffled(documents, seed):
         apart = (document.domain, document.unit) in held
-        parts.setdefault(f"held_out/{document.domain}" if apart else "train", []).append(document)
+        domain = "long" if document.whole else document.domain
+        part = f"held_out/{domain}" if apart else "long" if document.whole else "train"
+        parts.setdefault(part, []).append(document)
     return parts
 
 

@@ -167,6 +167,26 @@ def test_a_domain_is_cut_to_a_size_in_the_shuffled_order(recipe: Path, tmp_path:
     assert cut["domain_mb"] == 0.02 and whole["domain_mb"] is None
 
 
+def test_long_files_are_parts_of_their_own(recipe: Path, tmp_path: Path) -> None:
+    cut = run(recipe, tmp_path / "a", "--no-tokens")
+    assert "long" not in cut["parts"]
+    whole = run(recipe, tmp_path / "b", "--no-tokens", "--whole", "80", "200")
+    (held,) = cut["parts"].keys() & {"held_out/python"}
+    (row,) = [row for n in ("long", "held_out/long") for row in rows_if(tmp_path / f"b/{n}.jsonl")]
+    assert row["text"] == "\n".join(prose(i) for i in range(200, 320))
+    assert row["source"] == "b-1.whl/b/long.py" and len(row["text"]) > MOST
+    folder = [r["source"] for r in rows(tmp_path / f"b/{held}.jsonl") if r["source"][:5] == "b-1.w"]
+    assert bool(folder) == (tmp_path / "b/held_out/long.jsonl").exists()
+    assert whole["whole"] == [80, 200] and cut["whole"] is None
+    kept = run(recipe, tmp_path / "c", "--no-tokens", "--whole", "80", "200", "--whole-mb", "0.01")
+    assert not {"long", "held_out/long"} & kept["parts"].keys()
+    assert not any("long.py" in r["source"] for r in rows(tmp_path / "c/train.jsonl"))
+
+
+def rows_if(path: Path) -> list[dict[str, str]]:
+    return rows(path) if path.exists() else []
+
+
 def test_merges_are_those_of_the_ranks() -> None:
     tokenizer = tiktoken_file.convert(vocabulary())
     assert tokenizer.encode("word words").ids == [258, 259, ord("s")]
@@ -219,7 +239,18 @@ def test_packages_that_the_recipe_lacks_are_named(
     assert "--only c is not in" in capsys.readouterr().err
 
 
-def test_a_size_of_nothing_is_refused(recipe: Path, tmp_path: Path, capsys: Any) -> None:
-    argv = [str(tmp_path / "out"), "--recipe", str(recipe), "--domain-mb", "0"]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--domain-mb", "0"], "--domain-mb 0.0 must be positive"),
+        (["--whole-mb", "-1"], "--whole-mb -1.0 must be positive"),
+        (["--whole", "4", "200"], "--whole 4 200: give the KiB"),
+        (["--whole", "200", "100"], "--whole 200 100: give the KiB"),
+    ],
+)
+def test_wrong_sizes_are_refused(
+    words: list[str], message: str, recipe: Path, tmp_path: Path, capsys: Any
+) -> None:
+    argv = [str(tmp_path / "out"), "--recipe", str(recipe), *words]
     assert make_corpus.main(argv) == 2
-    assert "--domain-mb 0.0 must be positive" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
