@@ -118,6 +118,7 @@ def plot(reports: list[Report], path: Path) -> None:
         axes.set(ylim=(-0.03, 1.03), title=title)
     for axes in (left, *others):
         axes.grid(alpha=0.3)
+    for axes in (left, others[0]):
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     pictures.close(figure)
