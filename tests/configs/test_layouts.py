@@ -75,7 +75,7 @@ def test_experiments_of_the_proof_differ_in_their_mlps_alone() -> None:
 
 
 def test_every_experiment_has_a_size() -> None:
-    on_any_number = ["proof_dense", "proof_moe", "proof_moe_long"]
+    on_any_number = ["proof_dense", "proof_moe", "proof_moe_32k", "proof_moe_long"]
     assert sorted([*EXPERIMENTS, *on_any_number]) == sorted(options("experiment"))
     assert {name: ranks_of_experiment(name) for name in EXPERIMENTS} == EXPERIMENTS
     assert ranks_of_experiment("of_my_own") == ranks_of_experiment("") == 0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a checkpoint has of a long context: loss by position, and codes found in the text.
+"""Measure what a checkpoint has of a long context: loss by position, and codes found in the text.
 
     python scripts/lab/proof/long_context.py runs/NAME data/corpus/held_out/long --context 32768 \
         --json after.json [--step N] [--short 4096] [--documents 64] [--repeats 5]
@@ -25,6 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a checkout that is not installed
 
+from phalanx.configs.knobs import pluralize
 from phalanx.moe.data.token_files import open_corpus
 from phalanx.moe.data.tokenizer.encoder import PLAIN
 from phalanx.moe.inference import command
@@ -103,7 +104,8 @@ def measure(args: argparse.Namespace) -> None:
             "needles": found,
         }
     args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{args.json}: step {report['step']}, {len(rows_DS)} documents, {len(found)} needles")
+    numbers = pluralize(len(rows_DS), "document"), pluralize(len(found), "needle")
+    print(f"{args.json}: step {report['step']}, {', '.join(numbers)}")
 
 
 def documents(prefix: str, end: int, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from phalanx.configs.knobs import pluralize
+
 if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
 
@@ -38,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model says to a question."""
+    """Answer of a model to a question."""
 
     chosen: bool  # the right code is the most likely one of those in the context
     exact: bool  # each of its tokens is the most likely one of all, as greedy decoding needs
@@ -92,7 +94,8 @@ def _question(
     if size < context // 4:
         raise ValueError(f"a context of {context} tokens is too short for {CODES} codes")
     if len(ids_N) < size:
-        raise ValueError(f"the text has {len(ids_N)} tokens, and a context takes {size} of them")
+        has = pluralize(len(ids_N), "token")
+        raise ValueError(f"the text has {has}, and a context takes {size} of them")
     start = draw.randrange(len(ids_N) - size + 1)
     text = ids_N[start : start + size].tolist()
     places = [round(depth * size), *(draw.randrange(size + 1) for _ in lines[1:])]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Picture and table of what checkpoints have of a long context, from files of long_context.py.
+"""Draw what checkpoints have of a long context, with tables, from files of long_context.py.
 
     python scripts/lab/proof/plot_long_context.py before.json after.json --plot long_context.png
 
