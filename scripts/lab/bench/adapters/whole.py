@@ -1,6 +1,6 @@
 """Training steps of whole models of transformers: as they are, and after `apply`, on one GPU.
 
-    python -m phalanx.scripts.lab.bench.adapters.whole [SIZE ...] [--rounds N] [--profile]
+    python -m phalanx.scripts.lab.bench.adapters.whole [SIZE ...] [--rounds N] [--liger] [--profile]
 
   qwen3_30b    4 layers of Qwen3-30B-A3B, 8,192 tokens in sequences of 4,096
   qwen3_small  8 layers of 1536 channels, 96 experts of 648, 6 a token
@@ -10,9 +10,9 @@
 A step is forward and backward of the language model's loss in bf16, without the optimizer. Sides
 share parameters, have gradients of their own and are timed in turns, two steps at once:
 transformers with its `grouped_mm` experts, with this project's, after `apply`, after `apply` in a
-CUDA graph, and with Liger's kernels if liger_kernel is installed. Memory is the peak of a step with
-parameters and gradients. Bars are of the time of `grouped_mm` over that of a side. `--profile`
-prints the kernels that take most of the time of an applied step of the first size.
+CUDA graph, and with `--liger` Liger's kernels. Memory is the peak of a step with parameters and
+gradients. Bars are of the time of `grouped_mm` over that of a side. `--profile` prints the kernels
+that take most of the time of an applied step of the first size.
 """
 
 import argparse
@@ -41,7 +41,8 @@ from phalanx.adapters.transformers.trainer import plain_positions, record
 from phalanx.scripts.lab.bench.timing import reason
 
 BASE = "grouped_mm"
-SIDES = (BASE, "phalanx experts", "apply", "apply, captured", "liger")
+LIGER = "liger"
+SIDES = (BASE, "phalanx experts", "apply", "apply, captured")
 _STEPS = 2  # of a measurement: the host may run ahead of the GPU
 _HEAD = (
     "| size | side | ms | tokens/s | times grouped_mm | bar | peak GiB | loss or note |\n"
@@ -275,25 +276,48 @@ def _prepared(name: str, model: Any) -> None:
         model.set_experts_implementation(NAME)
     elif name.startswith("apply"):
         print(apply(model), file=sys.stderr, flush=True)
-    elif name == "liger":
+    elif name == LIGER:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
 
 
-def rows(name: str, size: Size, device: torch.device, rounds: int) -> Iterator[str]:
+def rows(
+    name: str, size: Size, device: torch.device, rounds: int, *, liger: bool = False
+) -> Iterator[str]:
     """Rows of the table of a size; a side that cannot run has its error there."""
     sides: dict[str, Side] = {}
-    notes: dict[str, str] = {}
-    for side in SIDES:
-        first = sides[BASE].model if BASE in sides else None
-        begin = time.monotonic()
-        try:
-            sides[side] = Side(side, size, first, device)
-        except Exception as error:
-            notes[side] = reason(error).replace("|", "/")
-        seconds = time.monotonic() - begin
-        print(f"{name}, {side}: ready in {seconds:.1f} s", file=sys.stderr, flush=True)
+    # Liger's first step has taken minutes: it comes behind the others, beside the base alone.
+    for group in (SIDES, (LIGER,)) if liger else (SIDES,):
+        notes: dict[str, str] = {}
+        for side in group:
+            first = sides[BASE].model if BASE in sides else None
+            begin = time.monotonic()
+            try:
+                sides[side] = Side(side, size, first, device)
+            except Exception as error:
+                notes[side] = reason(error).replace("|", "/")
+            seconds = time.monotonic() - begin
+            print(f"{name}, {side}: ready in {seconds:.1f} s", file=sys.stderr, flush=True)
+        times = _times(sides, notes, rounds)
+        base = median(times[BASE]) if times.get(BASE) else None
+        for side in group:
+            if side in notes:
+                yield f"| {name} | {side} | | | | | | {notes[side]} |"
+                continue
+            ms = median(times[side])
+            ratio = "" if base is None else f"{base / ms:.2f}"
+            bar = dict(zip(("apply", "apply, captured"), size.bars, strict=True)).get(side)
+            rate = f"{size.batch[0] * size.batch[1] / ms * 1000:,.0f}"
+            yield (
+                f"| {name} | {side} | {ms:.2f} | {rate} | {ratio} | {bar or ''} | "
+                f"{sides[side].peak:.1f} | loss {sides[side].loss:.4f} |"
+            )
+        sides = {side: sides[side] for side in sides if side == BASE}
+
+
+def _times(sides: dict[str, Side], notes: dict[str, str], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of sides in turns; one that fails leaves `sides` and has a note."""
     times: dict[str, list[float]] = {side: [] for side in sides}
     for counted in range(-2, rounds):
         for side in list(sides):
@@ -305,19 +329,7 @@ def rows(name: str, size: Size, device: torch.device, rounds: int) -> Iterator[s
                 continue
             if counted >= 0:
                 times[side].append(ms)
-    base = median(times[BASE]) if BASE in sides and times[BASE] else None
-    for side in SIDES:
-        if side in notes:
-            yield f"| {name} | {side} | | | | | | {notes[side]} |"
-            continue
-        ms = median(times[side])
-        ratio = "" if base is None else f"{base / ms:.2f}"
-        bar = dict(zip(("apply", "apply, captured"), size.bars, strict=True)).get(side)
-        rate = f"{size.batch[0] * size.batch[1] / ms * 1000:,.0f}"
-        yield (
-            f"| {name} | {side} | {ms:.2f} | {rate} | {ratio} | {bar or ''} | "
-            f"{sides[side].peak:.1f} | loss {sides[side].loss:.4f} |"
-        )
+    return times
 
 
 def profile(size: Size, device: torch.device) -> str:
@@ -345,6 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("sizes", nargs="*", metavar="SIZE", help="default: all")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: %(default)s")
+    parser.add_argument("--liger", action="store_true", help="time Liger's kernels too")
     parser.add_argument("--seconds", type=int, default=270, help="start no size after these")
     parser.add_argument("--profile", action="store_true", help="kernels of an applied step")
     parser.add_argument("--tiny", action="store_true", help="a tiny model in fp32, on a CPU too")
@@ -363,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"| {name} | | | | | | | not started after {args.seconds} s |", flush=True)
             continue
         try:
-            for row in rows(name, known[name], device, args.rounds):
+            for row in rows(name, known[name], device, args.rounds, liger=args.liger):
                 print(row, flush=True)
         except Exception as error:
             print(f"| {name} | | | | | | | {reason(error)} |", flush=True)
