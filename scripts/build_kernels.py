@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """What to build beside the kernels that train a model."""
+    """Kernels to build beside those that train any model."""
 
     layers: Sequence["AttentionLayer"] | None = None
     """Keys of flash-attn-4's kernels; None: those of the models in configs/model."""
@@ -100,7 +100,7 @@ def targets(wanted: Wanted) -> list[Target]:
 
 
 def of_run(overrides: Sequence[str]) -> Wanted:
-    """What a run with these overrides launches; SystemExit 2 after mistakes."""
+    """Kernels that a run with these overrides launches; SystemExit 2 after mistakes."""
     from phalanx.configs.load import from_argv
     from phalanx.kernels.registry import KernelUnavailable
     from phalanx.moe.report.console import quiet
