@@ -50,8 +50,8 @@ def test_every_room_is_a_folder_and_every_extra_has_its_page() -> None:
     extras = {file.split("/")[1] for file in sources().values() if file.startswith("extras/")}
     assert extras == {
         *("baseline", "between_nodes", "blackwell", "chat", "clusters", "jax"),
-        *("linear_attention", "microscaling", "muon", "overlap", "phases", "recorded_routing"),
-        *("replication", "serving", "tasks", "trackers"),
+        *("linear_attention", "microscaling", "muon", "overlap", "phases", "planner"),
+        *("recorded_routing", "replication", "serving", "tasks", "trackers"),
     }
 
 

@@ -1,6 +1,6 @@
 """Parts of a layer that can be recomputed or moved to host memory, by name.
 
-They are values of `run.recompute` and `run.offload`; `moe.plan.page` knows bytes and seconds of
+They are values of `run.recompute` and `run.offload`; `moe.plan.cost` knows bytes and seconds of
 each.
 """
 

@@ -56,6 +56,13 @@ PHASES = {
 }
 """Parts of phases (`run.phases`), and of a resume that reads other samples (the last two)."""
 
+PLANNER = {
+    "page": "phalanx.extras.planner.dry_run:dry_run",
+    "search": "phalanx.extras.planner.search_page:search_page",
+}
+"""Pages of `run.dry_run` with an exit code: `(cfg, world)` of one layout, `(cfg, world, words)` of
+the fastest that fit."""
+
 RECORD_ROUTING = "phalanx.extras.recorded_routing.record:record_routing"
 """`(cfg, job, compute, batches, step) -> line`: writes `run.record_routing` after the last step."""
 

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from pkgutil import resolve_name
 
 from phalanx.configs.knobs import get
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.capabilities import PLANNER
 from phalanx.parallel.fault.launcher import launcher_world
 
 
@@ -70,7 +72,7 @@ def _on_this_machine(cfg: Config) -> list[Exception]:
 
         with importing_megatron():
             from phalanx.moe.plan.facts import expected
-            from phalanx.moe.plan.page.memory_check import launch_refusal
+            from phalanx.moe.plan.memory_check import launch_refusal
             from phalanx.moe.plan.resolve import resolve
 
         if asks:
@@ -89,15 +91,13 @@ def dry_run(cfg: Config, argv: list[str]) -> int:
     from phalanx.configs.redact import redacted
     from phalanx.configs.validate import ConfigError
     from phalanx.moe.data.host_cache import DataError
-    from phalanx.moe.plan.page.dry_run import dry_run as page_of
-    from phalanx.moe.plan.search.page import search_page
 
     world = cfg.parallel.world_size or launcher_world()
     try:
         if cfg.run.dry_run is True:
-            page, code = page_of(cfg, world)
+            page, code = resolve_name(PLANNER["page"])(cfg, world)
         else:
-            page, code = search_page(cfg, world, argv)
+            page, code = resolve_name(PLANNER["search"])(cfg, world, argv)
     except (ConfigError, DataError) as error:
         page, code = redacted(f"error: {error}\n"), 2
     if os.environ.get("RANK", "0") == "0":

@@ -19,10 +19,14 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, is_valid
-from phalanx.moe.plan.cost.stages import chooses_fp8_weights, host_needed, with_fp8_weights
+from phalanx.moe.plan.cost.stages import (
+    chooses_fp8_weights,
+    host_needed,
+    needed,
+    with_fp8_weights,
+)
 from phalanx.moe.plan.facts import FreeMemory, JobFacts, RankFacts
-from phalanx.moe.plan.page.advice import needed
-from phalanx.moe.plan.page.memory_check import (
+from phalanx.moe.plan.memory_check import (
     logits_bytes,
     memory_refusal,
     nearly_full,

@@ -32,8 +32,8 @@ from phalanx.moe.model.kernel_facts import activation_of
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.megatron_config import Layout, transformer_config
 from phalanx.moe.plan.described import agreed_plan
-from phalanx.moe.plan.page.advice import fp8_gain
 from phalanx.moe.plan.plan import Plan
+from phalanx.moe.plan.remedies import fp8_gain
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.collectives import IN_TURN, Passes

@@ -1,7 +1,7 @@
 """Rows of the hidden size that a transport sends and holds: estimates without ranks or GPUs.
 
 Every transport states its costs (`parallel.dispatcher.transport_class.Dispatcher.costs`) for one
-MoE layer, one micro-batch and one rank; `moe.plan.page` turns rows into bytes and seconds.
+MoE layer, one micro-batch and one rank; `moe.plan.cost` turns rows into bytes and seconds.
 
 Probabilities that a token goes to a rank or node (`owner_probabilities`) are exact over uniformly
 random routing: a token's groups are drawn first if `router.group_topk` limits them (arXiv

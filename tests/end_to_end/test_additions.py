@@ -18,6 +18,7 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.extras.planner.dry_run import dry_run
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import rows_for
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
@@ -33,7 +34,6 @@ from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.cost.traffic import traffic
 from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page.dry_run import dry_run
 from phalanx.parallel.dispatcher.costs import Links
 from tests.parallel.dispatcher.test_base import (
     ROUTINGS,

@@ -125,7 +125,7 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
 _FP8_PASSES = 5.5
 """Bytes read and written to quantise and transpose the rows of an expert, per channel of x, gate
 and up, forward and backward. Fitted, with `expert_fp8_tflops` for the products, to steps of four
-models in bf16 and FP8 (tests/moe/plan/page/test_fp8_gain.py); of the kernels alone it is 5 %
+models in bf16 and FP8 (tests/moe/plan/test_fp8_gain.py); of the kernels alone it is 5 %
 optimistic for experts of 2048 x 768 (docs/measured/kernels/fp8.json)."""
 
 

@@ -6,7 +6,7 @@ are fitted to these eight; the rates of products in bf16 were measured alone.
 
 import pytest
 
-from tests.moe.plan.pages import timed
+from tests.extras.planner.pages import timed
 
 RUN = [
     *["run=bench", "data=synthetic", "data.sequence_length=4096", "data.global_batch=8"],

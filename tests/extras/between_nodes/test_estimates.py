@@ -6,9 +6,9 @@ from phalanx.moe.plan.cost.activations import Activations
 from phalanx.moe.plan.cost.stages import exchange_bytes
 from phalanx.moe.plan.cost.traffic import least_traffic, traffic
 from phalanx.parallel.dispatcher.costs import Links
+from tests.extras.planner.pages import PUBLISHED_V3
 from tests.moe.plan.cost.test_stages import known
 from tests.moe.plan.cost.test_traffic import NODE, by_node, check_least, spread, tokens
-from tests.moe.plan.pages import PUBLISHED_V3
 
 BLOCK = 1152
 """Rows between two nodes of DeepSeek-V3 over eight: 1.24 x 0.4536 of the 2,048 tokens of a rank."""

@@ -15,7 +15,7 @@ from phalanx.moe.plan.cost.stages import needed, stage_memory
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.resolve import microbatch_overlap
-from tests.moe.plan.pages import RUN, STEP, section
+from tests.extras.planner.pages import RUN, STEP, section
 from tests.moe.plan.test_resolve import check_overlap
 
 KNOB = "parallel.overlap_microbatches"

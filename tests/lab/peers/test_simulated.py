@@ -13,8 +13,8 @@ from phalanx.configs.load import load
 from phalanx.configs.records import published
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.extras.baseline.rules import peer_machine
+from phalanx.extras.planner.certainty import PUBLISHED
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page.certainty import PUBLISHED
 from phalanx.scripts.lab.peers import fit, page
 from phalanx.scripts.lab.peers.dispatchers import (
     ALLTOALL,

@@ -12,7 +12,7 @@ from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.moe.plan.cost.exchange import WAITING_COST, own_exchange
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
-from tests.moe.plan.pages import RUN, STEP, section
+from tests.extras.planner.pages import RUN, STEP, section
 
 WORLD, TOKENS, PASSES = 2, 4096, 8 * 6
 """Ranks, tokens of a micro-batch, and MoE layers of all micro-batches of a step."""

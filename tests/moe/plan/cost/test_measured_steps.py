@@ -8,7 +8,7 @@ from phalanx.configs.tables.machines import machine_named
 from phalanx.configs.validate import validate
 from phalanx.moe.plan.cost.step_time import bound, busiest, with_natural_routing
 from phalanx.moe.plan.described import resolved
-from tests.moe.plan.pages import timed
+from tests.extras.planner.pages import timed
 
 BALANCED = {name: r for name, r in own().items() if name.endswith("_balanced")}
 IN_BF16 = [name for name, r in BALANCED.items() if r.dtype == "bf16"]

@@ -13,7 +13,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.plan.cost.weights import checkpoint_bytes, stage_weights
 from phalanx.parallel.checkpoint import commit
-from tests.moe.plan.pages import PUBLISHED_V3
+from tests.extras.planner.pages import PUBLISHED_V3
 from tests.support import runs
 from tests.support.distributed import run_distributed
 

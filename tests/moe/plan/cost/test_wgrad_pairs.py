@@ -11,7 +11,7 @@ from phalanx.configs.tables.machines import MACHINES
 from phalanx.moe.plan.cost.step_time import StepTime, step_time
 from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.described import resolved
-from tests.moe.plan.pages import RUN, section
+from tests.extras.planner.pages import RUN, section
 
 H100 = MACHINES["h100"]
 MODEL = [

@@ -7,9 +7,9 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
+from phalanx.extras.planner.dry_run import dry_run, sections
 from phalanx.moe.plan.cost.step_time import StepTime, step_time
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page.dry_run import dry_run, sections
 
 RUN, EXPERTS, STEP = "Phalanx", "Experts of one layer", "Expected step"
 MEMORY, GROUPS, OPT_INS = "Memory of a rank", "Process groups", "Off by default"

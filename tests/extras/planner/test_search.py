@@ -15,13 +15,13 @@ from phalanx.configs.load import load, options
 from phalanx.configs.records import launch
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
+from phalanx.extras.planner.best import Found, best, estimated, next_override, sets_of, told_apart
+from phalanx.extras.planner.layouts import layouts
+from phalanx.extras.planner.search_page import search_page
 from phalanx.moe.plan.cost.stages import host_needed, needed
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.search.best import Found, best, estimated, next_override, sets_of, told_apart
-from phalanx.moe.plan.search.layouts import layouts
-from phalanx.moe.plan.search.page import search_page
-from tests.moe.plan.pages import EXPERTS, PUBLISHED_V3, STEP, fitting, section
+from tests.extras.planner.pages import EXPERTS, PUBLISHED_V3, STEP, fitting, section
 
 H100 = MACHINES["h100"]
 LARGE = ["experiment=deepseek_v3_256gpu", "parallel.expert=4"]

@@ -10,12 +10,12 @@ from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.layout import ranks_of_experiment
 from phalanx.configs.load import load, options
 from phalanx.configs.tables.machines import MACHINES
+from phalanx.extras.planner.best import best, fastest, sets_of
+from phalanx.extras.planner.layouts import layouts
 from phalanx.moe.plan.cost.stages import stage_memory
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.search.best import best, fastest, sets_of
-from phalanx.moe.plan.search.layouts import layouts
-from tests.moe.plan.pages import PUBLISHED_V3
+from tests.extras.planner.pages import PUBLISHED_V3
 
 ROOT = Path(__file__).parents[4]
 SIZED = {name: ranks for name in options("experiment") if (ranks := ranks_of_experiment(name))}

@@ -10,15 +10,15 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
+from phalanx.extras.planner.advice import suggestions
+from phalanx.extras.planner.memory_options import MemoryOption, memory_options
 from phalanx.moe.plan.cost.activations import Activations
 from phalanx.moe.plan.cost.exchange import WAITING_COST
-from phalanx.moe.plan.cost.memory_options import MemoryOption, memory_options
 from phalanx.moe.plan.cost.stages import host_needed, needed, stage_memory
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.cost.weights import LayerKind
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page.advice import suggestions
-from tests.moe.plan.pages import MEMORY, fitting, section
+from tests.extras.planner.pages import MEMORY, fitting, section
 
 H100 = MACHINES["h100"]
 MOE = LayerKind(dense=False, fp8=False)

@@ -13,7 +13,7 @@ import torch
 from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.arithmetic.layers import mixer_layers
 from phalanx.configs.formats import width
-from phalanx.configs.knobs import listed, overrides, pluralize
+from phalanx.configs.knobs import Changes, listed, overrides, pluralize
 from phalanx.configs.layout import (
     pipeline_chunks,
     replicas,
@@ -25,7 +25,7 @@ from phalanx.configs.validate import is_valid
 from phalanx.kernels.limits import Refusal
 from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.facts import FreeMemory, free_gpu_memory, free_host_memory
-from phalanx.moe.plan.page.advice import Changes, enough, halvings
+from phalanx.moe.plan.remedies import enough, halvings
 from phalanx.moe.text import storage
 
 _NEAR = 0.9  # fraction of free memory above which a run is warned

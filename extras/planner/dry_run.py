@@ -27,6 +27,10 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
+from phalanx.extras.planner import certainty, nearest
+from phalanx.extras.planner.advice import opt_ins, suggestions
+from phalanx.extras.planner.best import next_override
+from phalanx.extras.planner.memory_options import memory_options
 from phalanx.moe.data.blend import shown
 from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import (
@@ -40,7 +44,6 @@ from phalanx.moe.plan.cost.delayed_wgrad import (
     sums_to_products,
     waits,
 )
-from phalanx.moe.plan.cost.memory_options import memory_options
 from phalanx.moe.plan.cost.stages import (
     StageMemory,
     buffer_bytes,
@@ -49,6 +52,7 @@ from phalanx.moe.plan.cost.stages import (
     fp8_place,
     host_needed,
     largest_factor,
+    needed,
     row_memory,
     stage_memory,
     with_delayed,
@@ -66,9 +70,7 @@ from phalanx.moe.plan.cost.step_time import (
 from phalanx.moe.plan.cost.traffic import costs, overlap_sms, received, row_bytes, traffic
 from phalanx.moe.plan.cost.weights import fp8_copy_bytes
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page import certainty, nearest
-from phalanx.moe.plan.page.advice import fp8_gain, needed, opt_ins, suggestions
-from phalanx.moe.plan.search.best import next_override
+from phalanx.moe.plan.remedies import fp8_gain
 from phalanx.moe.text import count, model_size, storage, work
 from phalanx.parallel.dispatcher.costs import Links
 

@@ -8,12 +8,12 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.records import launch, own
 from phalanx.configs.tables.machines import MACHINES, Machine, machine_named
+from phalanx.extras.planner.certainty import ON_ONE_HOST, PUBLISHED, error_of, lines
+from phalanx.extras.planner.search_page import search_page
 from phalanx.moe.plan.cost.exchange import own_exchange
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page.certainty import ON_ONE_HOST, PUBLISHED, error_of, lines
-from phalanx.moe.plan.search.page import search_page
-from tests.moe.plan.pages import loaded, section, timed
+from tests.extras.planner.pages import loaded, section, timed
 
 STEP = "Expected step"
 BALANCED = {name: r for name, r in own().items() if name.endswith("_balanced")}

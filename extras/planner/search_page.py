@@ -12,10 +12,10 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
 from phalanx.configs.validate import ConfigError
+from phalanx.extras.planner import certainty
+from phalanx.extras.planner.best import Found, best, estimated
+from phalanx.extras.planner.layouts import layouts
 from phalanx.moe.plan.cost.step_time import BUSY
-from phalanx.moe.plan.page import certainty
-from phalanx.moe.plan.search.best import Found, best, estimated
-from phalanx.moe.plan.search.layouts import layouts
 from phalanx.moe.text import model_size, storage
 
 WITH_PRECISION = "search_precision"  # value of `run.dry_run` that compares bf16 with FP8

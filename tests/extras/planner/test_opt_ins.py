@@ -9,11 +9,11 @@ from phalanx.configs.load import load, options
 from phalanx.configs.records import launch, own
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
+from phalanx.extras.planner.advice import needed, opt_ins
+from phalanx.extras.planner.dry_run import dry_run
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.page.advice import needed, opt_ins
-from phalanx.moe.plan.page.dry_run import dry_run
 from phalanx.moe.text import storage
-from tests.moe.plan.pages import OPT_INS, section
+from tests.extras.planner.pages import OPT_INS, section
 
 RECORDS = {name: launch(r.command) for name, r in own().items() if "fused" in r.system}
 FULL = ["mixtral_8x7b_8gpu"]

@@ -20,17 +20,17 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.extras.planner.advice import needed, suggestions
+from phalanx.extras.planner.dry_run import sections
 from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.stages import USABLE, fp8_weights, stage_memory
 from phalanx.moe.plan.cost.step_time import bound, step_time
 from phalanx.moe.plan.cost.work import expert_bytes
 from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.facts import described
-from phalanx.moe.plan.page.advice import needed, suggestions
-from phalanx.moe.plan.page.dry_run import sections
 from phalanx.moe.plan.resolve import resolve
 from phalanx.moe.text import model_size, storage
-from tests.moe.plan.pages import (
+from tests.extras.planner.pages import (
     EXPERTS,
     GROUPS,
     MEMORY,

@@ -13,6 +13,14 @@ from phalanx.configs.layout import expert_parallel_size, layout_problems, stage_
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.extras.planner.layouts import (
+    ALONE,
+    Layout,
+    MemorySet,
+    layouts,
+    memory_sets,
+    neighbours,
+)
 from phalanx.moe.plan.cost.exchange import Exchange, own_exchange, shard_seconds
 from phalanx.moe.plan.cost.stages import host_needed, needed
 from phalanx.moe.plan.cost.step_time import (
@@ -25,14 +33,6 @@ from phalanx.moe.plan.cost.step_time import (
 from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.cost.work import beside_passes, expert_bytes
 from phalanx.moe.plan.described import resolved
-from phalanx.moe.plan.search.layouts import (
-    ALONE,
-    Layout,
-    MemorySet,
-    layouts,
-    memory_sets,
-    neighbours,
-)
 
 _WAITING = 2
 """Passes whose weight gradients shorten a bubble: of the transfer, and one that is held longer."""

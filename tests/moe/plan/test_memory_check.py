@@ -12,7 +12,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.facts import FreeMemory, free_host_memory
-from phalanx.moe.plan.page.memory_check import (
+from phalanx.moe.plan.memory_check import (
     launch_refusal,
     memory_refusal,
     minimum_bytes,

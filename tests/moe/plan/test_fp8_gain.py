@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.tables.machines import MACHINES
-from phalanx.moe.plan.page.advice import fp8_gain
+from phalanx.moe.plan.remedies import fp8_gain
 
 COMMON = [
     *["run=bench", "run.device=cuda", "kernels=fused", "kernels.attention=fa4"],
