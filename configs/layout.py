@@ -15,6 +15,7 @@ from phalanx.configs.arithmetic.batch_sizes import parse
 from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_of, mlp_layers
 from phalanx.configs.arithmetic.stages import balanced, layer_seconds
 from phalanx.configs.knobs import changed, copied, get, pluralize, repair
+from phalanx.configs.remembered import STAGES, remembered
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.transports import (
@@ -96,6 +97,7 @@ def largest_divisor(n: int, at_most: int) -> int:
     return max((d for s in small for d in (s, n // s) if d <= at_most), default=1)
 
 
+@remembered(*STAGES)
 def pipeline_chunks(cfg: Config) -> list[str]:
     """Contents of each model chunk, in the letters of `parallel.pipeline_layout`.
 

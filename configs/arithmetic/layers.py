@@ -35,7 +35,9 @@ def mixer(m: ModelConfig, layer: int) -> str:
 
 def mixer_layers(m: ModelConfig, *, mtp: bool = True) -> Counter[str]:
     """Number of layers with each mixer; `mtp=False` leaves out those of multi-token prediction."""
-    return Counter(mixer(m, layer) for layer in range(m.layers + (m.mtp_layers if mtp else 0)))
+    own = m.layers - m.layers // m.linear_attention.full_attention_interval
+    found = {"linear_attention": own, ATTENTION: m.layers - own + (m.mtp_layers if mtp else 0)}
+    return Counter({name: number for name, number in found.items() if number})
 
 
 def has_window(a: AttentionConfig, layer: int) -> bool:

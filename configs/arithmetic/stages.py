@@ -26,7 +26,7 @@ def even(layers: int, chunks: int) -> list[int]:
     return [each + (i < more) for i in range(chunks)]
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int) -> tuple[int, ...]:
     """Numbers of layers of the chunks, chunk i on stage i % pipeline.
 

@@ -157,6 +157,8 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
         some = [each for each in sets if _LEAST_OF_SETS * each.relative * least <= limit]
         if (one := fastest(cfg, layout, some, world, machine)) is not None:
             found[layout] = one
+            if one.seconds > (1 + TOLD_APART) * limit:
+                continue  # it is none of the lines
             shown = lines()
             limit = shown[-1][1].seconds if len(shown) == number else math.inf
     looked_at = set(found)

@@ -7,9 +7,10 @@ ranks before a plan.
 import functools
 import os
 import sys
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import psutil
 import torch
@@ -146,6 +147,9 @@ class JobFacts:
     ranks: tuple[RankFacts, ...]
     where: str = ""  # phrase before reasons, for machines that are described
     _devices: dict[Device, int] = field(init=False, repr=False, compare=False)
+    _kept: dict[Hashable, object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         found = dict[Device, int]()
@@ -185,6 +189,37 @@ class JobFacts:
     def tightest(self) -> RankFacts:
         """The rank with the least free memory."""
         return min(self.ranks, key=lambda r: r.free)
+
+    @functools.cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Name of the node of each rank."""
+        return tuple(r.node for r in self.ranks)
+
+    def groups(self, size: int) -> tuple[list[int], list[tuple[RankFacts, ...]]]:
+        """For each group of `size` consecutive ranks its kind; and the first group of each kind.
+
+        Groups are of one kind if their ranks have the same devices, on nodes in the same order.
+        """
+        return self.kept(size, lambda: self._groups(size))
+
+    def _groups(self, size: int) -> tuple[list[int], list[tuple[RankFacts, ...]]]:
+        kinds = dict[tuple[object, ...], int]()
+        found, firsts = list[int](), list[tuple[RankFacts, ...]]()
+        for start in range(0, self.world, size):
+            members = self.ranks[start : start + size]
+            order = {node: i for i, node in enumerate(dict.fromkeys(r.node for r in members))}
+            alike = tuple((order[r.node], id(r.device)) for r in members)
+            if alike not in kinds:
+                kinds[alike] = len(kinds)
+                firsts.append(members)
+            found.append(kinds[alike])
+        return found, firsts
+
+    def kept[T](self, key: Hashable, make: Callable[[], T]) -> T:
+        """A result that depends on these facts and the key alone, made once."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return cast(T, self._kept[key])
 
     def on_host(self, rank: int) -> list[int]:
         """Ranks of a rank's host, itself included."""

@@ -47,7 +47,7 @@ from phalanx.moe.plan.cost.stages import (
     with_fp8_weights,
     with_growth,
 )
-from phalanx.moe.plan.facts import Device, JobFacts
+from phalanx.moe.plan.facts import Device, JobFacts, RankFacts
 from phalanx.moe.plan.plan import Lines, Plan
 from phalanx.moe.router.fused_topk import unsupported
 from phalanx.moe.text import storage
@@ -76,6 +76,8 @@ class Draft:
         self.other_mixer: tuple[str, ...] = ()
         self.transports: list[Transport] = []
         self.exchanges: list[SymmOptions] = []
+        self.kernel_facts: dict[Device, registry.Facts] = {}
+        """Facts on which the choice of kernels for a device depends."""
         self.lines: dict[str, Lines] = {}
         """Lines by the name of their place on the start page."""
 
@@ -111,7 +113,7 @@ def resolve(cfg: Config, facts: JobFacts) -> Plan:
         other_mixer=draft.other_mixer,
         transports=tuple(draft.transports),
         exchanges=tuple(draft.exchanges),
-        nodes=tuple(r.node for r in facts.ranks),
+        nodes=facts.nodes,
         held=tuple(held),
         hides_exchanges=beside_exchanges(known),
         pairs=pairs(known, facts.world),
@@ -164,16 +166,17 @@ def _backend(draft: Draft, op: str, wanted: str) -> Choice:
 
 
 def _on_device(draft: Draft, op: str, wanted: str, device: Device) -> Choice:
-    facts = kernel_facts(
-        draft.asked,
-        draft.world,
-        device=device.kind,
-        capability=device.capability,
-        packages=device.packages,
-        compiles=device.compiles,
-    )
+    if device not in draft.kernel_facts:
+        draft.kernel_facts[device] = kernel_facts(
+            draft.asked,
+            draft.world,
+            device=device.kind,
+            capability=device.capability,
+            packages=device.packages,
+            compiles=device.compiles,
+        )
     try:
-        return registry.resolve(op, wanted, facts)
+        return registry.resolve(op, wanted, draft.kernel_facts[device])
     except KernelUnavailable as error:
         raise ConfigError(str(error)) from error
 
@@ -197,24 +200,34 @@ def transport(draft: Draft) -> None:
 
 def _groups(draft: Draft, expert: int, wanted: str, *, replicates: bool) -> list[Transport]:
     """The transport of each group, of `expert` consecutive ranks."""
-    found = dict[tuple[object, ...], Transport]()
-    groups = dict[tuple[int, ...], Transport]()
-    for start in range(0, draft.world, expert):
-        members = draft.facts.ranks[start : start + expert]
-        nodes = [r.node for r in members]
-        alike = tuple((nodes.index(r.node), id(r.device)) for r in members)
-        if alike not in found:  # thousands of ranks have the same few groups
-            ranks = [Rank(r.rank, r.host, r.node, dict(r.device.refusals)) for r in members]
-            chosen = resolve_transport(wanted, ranks)
-            on_node = expert if chosen.inside is None else nodes.count(nodes[0])
-            found[alike] = _replicating(draft, chosen, on_node) if replicates else chosen
-        groups[tuple(r.rank for r in members)] = found[alike]
+    facts = draft.facts
+    kinds, firsts = facts.groups(expert)
+    # Thousands of ranks have the same few groups.
+    found = facts.kept((expert, wanted), lambda: [_chosen(wanted, each) for each in firsts])
+    if replicates:
+        found = [
+            _replicating(draft, each, expert if each.inside is None else _of_first_node(members))
+            for each, members in zip(found, firsts, strict=True)
+        ]
+    every = [found[kind] for kind in kinds]
     if len(found) == 1:
-        return list(groups.values())
+        return every
+    members_of = (range(i * expert, (i + 1) * expert) for i in range(len(every)))
+    groups = dict(zip(map(tuple, members_of), every, strict=True))
     return [
         replace(each, reason=each.reason + other_groups(groups, ranks))
         for ranks, each in groups.items()
     ]
+
+
+def _chosen(wanted: str, members: Sequence[RankFacts]) -> Transport:
+    ranks = [Rank(r.rank, r.host, r.node, dict(r.device.refusals)) for r in members]
+    return resolve_transport(wanted, ranks)
+
+
+def _of_first_node(members: Sequence[RankFacts]) -> int:
+    """Number of ranks on the node of the first one."""
+    return sum(r.node == members[0].node for r in members)
 
 
 def _replicating(draft: Draft, chosen: Transport, ranks: int) -> Transport:
@@ -234,10 +247,16 @@ def communication_sms(draft: Draft) -> None:
         cfg.kernels.backend,
         quantizes_on_arrival(cfg),
     )
-    draft.exchanges = [
-        exchange_options(cfg.parallel, each, backend, quantizes) for each in draft.transports
-    ]
+    draft.exchanges = _of_each(
+        draft.transports, lambda each: exchange_options(cfg.parallel, each, backend, quantizes)
+    )
     cfg.parallel.comm_sms = sms_of(wanted, draft.transports[0], backend, quantizes)
+
+
+def _of_each[T, R](values: Sequence[T], f: Callable[[T], R]) -> list[R]:
+    """`f` of all values, of which thousands are the same object."""
+    found = {id(each): f(each) for each in {id(each): each for each in values}.values()}
+    return [found[id(each)] for each in values]
 
 
 def graph(draft: Draft) -> None:
@@ -326,7 +345,7 @@ def overlap(draft: Draft) -> None:
         sms = draft.asked.parallel.comm_sms
         two_pass_options: Callable[[SymmOptions, int | str], SymmOptions]
         two_pass_options = resolve_name(OVERLAP.exchanges)
-        draft.exchanges = [two_pass_options(each, sms) for each in draft.exchanges]
+        draft.exchanges = _of_each(draft.exchanges, lambda each: two_pass_options(each, sms))
 
 
 def microbatch_overlap(

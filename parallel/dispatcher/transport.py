@@ -4,6 +4,7 @@ Before layers are built, every rank gathers the facts of all ranks and decides b
 what one rank cannot do, its group does not do.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
@@ -32,6 +33,7 @@ from phalanx.parallel.fault.agreement import gather
 LOCAL = Transport("local", "all experts are on one rank")
 
 
+@functools.cache
 def class_of(name: str) -> type[Dispatcher]:
     """The class that an entry of `configs.tables.transports` names."""
     transport: type[Dispatcher] = resolve_name(TRANSPORTS[name].implementation)

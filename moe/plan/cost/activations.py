@@ -22,6 +22,7 @@ from phalanx.configs.formats import (
     width,
 )
 from phalanx.configs.layout import expert_parallel_size, replica_slots
+from phalanx.configs.remembered import GROUPS, STEP, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
@@ -44,6 +45,7 @@ from phalanx.moe.saved_tensors import (
 from phalanx.parallel.dispatcher.capacity import Budget
 
 
+@remembered("model", *GROUPS, "data.sequence_length", "kernels")
 def sizes(cfg: Config, world: int) -> TokenCounts:
     """Sizes of a rank, with the budget of expert rows at `parallel.capacity_factor`."""
     e, p, d = cfg.model.moe, cfg.parallel, cfg.data
@@ -105,6 +107,10 @@ class Activations:
 
     def per_layer_kind(self) -> dict[LayerKind, LayerMemory]:
         """Memory of a layer of every kind that the model has."""
+        return _per_layer_kind(self._cfg, self._world, self.sizes.rows)
+
+    def layers(self) -> dict[LayerKind, LayerMemory]:
+        """`per_layer_kind`, computed anew."""
         return {
             kind: (self.dense_layer if kind.dense else self.moe_layer)(kind.fp8, kind.mixer)
             for kind in dict.fromkeys(all_kinds(self._cfg))
@@ -263,3 +269,8 @@ class Activations:
         if not expert_backend(k.backend).fuses_gather:
             backward += (local + replicas) * halves * matrix * element
         return LayerMemory(saved, backward)
+
+
+@remembered(*STEP)
+def _per_layer_kind(cfg: Config, world: int, rows: int) -> dict[LayerKind, LayerMemory]:
+    return Activations(cfg, world, rows).layers()

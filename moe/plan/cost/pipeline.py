@@ -65,10 +65,13 @@ def in_flight_bytes(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[i
     elif chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * p.pipeline
     ahead = min(ahead, total)
+    if len({*chunk_bytes}) == 1:
+        return chunk_bytes[0] * min(ahead + 1, total)
     # Chunks of the passes: `pipeline` micro-batches each, in turn; backward from the last one.
-    passes = [step // p.pipeline % chunks for step in range(total)]
-    saved = accumulate(chunk_bytes[chunk] for chunk in passes)
-    freed = accumulate((chunk_bytes[-1 - chunk] for chunk in passes), initial=0)
+    turn = [size for size in chunk_bytes for _ in range(p.pipeline)]
+    turns = -(-total // len(turn))
+    saved = accumulate((turn * turns)[:total])
+    freed = accumulate((turn[::-1] * turns)[:total], initial=0)
     return max(map(sub, saved, chain(repeat(0, ahead), freed)), default=0)
 
 

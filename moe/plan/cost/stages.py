@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import multiplies_fp8, resident_layers
 from phalanx.configs.layout import document_places, may_be_uneven
+from phalanx.configs.remembered import STEP, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.machines import Machine
@@ -28,6 +29,7 @@ from phalanx.moe.plan.cost.pipeline import in_flight_bytes
 from phalanx.moe.plan.cost.traffic import costs
 from phalanx.moe.plan.cost.weights import (
     Weights,
+    all_kinds,
     cached_gradient_bytes,
     chunks,
     fp8_copy_bytes,
@@ -65,45 +67,57 @@ class StageMemory:
         return self.states + self.cached + step + self.validation
 
 
+@remembered(*STEP, "parallel.delay_wgrad")
 def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[StageMemory]:
     """Memory of a rank of each stage, in order, with resolved kernels and graph.
 
     Expert `rows` of a rank are the budget of `parallel.capacity_factor` by default.
     """
-    act = Activations(cfg, world, rows)
-    head, per_layer_kind = act.head(), act.per_layer_kind()
-    operands = {kind: layer_operands(cfg, world, act.sizes, kind) for kind in per_layer_kind}
-    routed = {kind: expert_operands(cfg, act.sizes, kind) for kind in per_layer_kind}
-    stages: list[list[list[LayerMemory]]] = [[] for _ in range(cfg.parallel.pipeline)]
+    memory, together = _at_once(cfg, world, rows), pairs(cfg, world)
+    if not (together or waits(cfg)):
+        return memory
+    counts, kinds = Activations(cfg, world, rows).sizes, set(all_kinds(cfg))
+    operands = {kind: layer_operands(cfg, world, counts, kind) for kind in kinds}
+    routed = {kind: expert_operands(cfg, counts, kind) for kind in kinds}
+    of_head = head_operands(cfg, counts)
     waiting: list[list[int]] = [[] for _ in range(cfg.parallel.pipeline)]
     alone = [0] * cfg.parallel.pipeline
     for chunk in chunks(cfg):
+        of_layers = sum([operands[kind] for kind in chunk.kinds])
+        waiting[chunk.stage].append(of_layers + chunk.heads * of_head)
+        alone[chunk.stage] += sum([routed[kind] for kind in chunk.kinds])
+    if together:
+        memory = [replace(m, waiting=size) for m, size in zip(memory, alone, strict=True)]
+    return _delayed(memory, [max(each) for each in waiting]) if waits(cfg) else memory
+
+
+@remembered(*STEP)
+def _at_once(cfg: Config, world: int, rows: int | None) -> list[StageMemory]:
+    """Memory of each stage if no weight gradient waits."""
+    act = Activations(cfg, world, rows)
+    head, per_layer_kind = act.head(), act.per_layer_kind()
+    stages: list[list[list[LayerMemory]]] = [[] for _ in range(cfg.parallel.pipeline)]
+    for chunk in chunks(cfg):
         layers = [per_layer_kind[kind] for kind in chunk.kinds]
-        decoder = len(layers) - chunk.mtp
-        layers[decoder:] = [
-            replace(layer, saved=layer.saved + act.prediction_extra()) for layer in layers[decoder:]
-        ]
+        if chunk.mtp:
+            decoder, extra = len(layers) - chunk.mtp, act.prediction_extra()
+            layers[decoder:] = [replace(x, saved=x.saved + extra) for x in layers[decoder:]]
         stages[chunk.stage].append(layers + [head] * chunk.heads)
-        of_head = chunk.heads * head_operands(cfg, act.sizes)
-        waiting[chunk.stage].append(sum(operands[kind] for kind in chunk.kinds) + of_head)
-        alone[chunk.stage] += sum(routed[kind] for kind in chunk.kinds)
+    scratch = _WORKSPACES + _document_scratch(cfg)
     weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
     copies = fp8_copy_bytes(cfg, world)
-    memory = [
+    return [
         StageMemory(
             stage=i,
             weights=weights[i],
-            cached=cached[i] + copies[i] + _WORKSPACES + _document_scratch(cfg),
-            saved=in_flight_bytes(cfg, world, i, [sum(x.saved for x in c) for c in held]),
-            backward=_backward([layer for c in held for layer in c], head),
-            validation=_validation(cfg, [layer for c in held for layer in c]),
-            host=in_flight_bytes(cfg, world, i, [sum(x.offloaded for x in c) for c in held]),
+            cached=cached[i] + copies[i] + scratch,
+            saved=in_flight_bytes(cfg, world, i, [sum([x.saved for x in c]) for c in held]),
+            backward=_backward(layers := {x for c in held for x in c}, head),
+            validation=_validation(cfg, layers),
+            host=in_flight_bytes(cfg, world, i, [sum([x.offloaded for x in c]) for c in held]),
         )
         for i, held in enumerate(stages)
     ]
-    if pairs(cfg, world):
-        memory = [replace(m, waiting=size) for m, size in zip(memory, alone, strict=True)]
-    return _delayed(memory, [max(each) for each in waiting]) if waits(cfg) else memory
 
 
 def _delayed(memory: list[StageMemory], operands: list[int]) -> list[StageMemory]:
@@ -132,17 +146,17 @@ def _document_scratch(cfg: Config) -> int:
     return document_places(d) * d.micro_batch * 128 * 4 * channels // cfg.parallel.tensor
 
 
-def _backward(layers: list[LayerMemory], head: LayerMemory) -> int:
+def _backward(layers: set[LayerMemory], head: LayerMemory) -> int:
     """Peak of the backward passes, in which logits are freed before those of the layers.
 
     Of offloaded bytes those of two layers are on the GPU: the layer in use, and the next one.
     """
     freed = head.saved if head in layers else 0
-    copies = 2 * max(layer.offloaded for layer in layers)
-    return copies + max(x.backward if x is head else x.backward - freed for x in layers)
+    copies = 2 * max([layer.offloaded for layer in layers])
+    return copies + max([x.backward if x == head else x.backward - freed for x in layers])
 
 
-def _validation(cfg: Config, layers: list[LayerMemory]) -> int:
+def _validation(cfg: Config, layers: set[LayerMemory]) -> int:
     """Bytes of a forward pass without gradients, which holds one layer at a time.
 
     Eager steps have freed their memory by then; a CUDA graph keeps its own pool.

@@ -27,6 +27,7 @@ from phalanx.configs.layout import (
     optimizer_shards,
     replicas,
 )
+from phalanx.configs.remembered import STEP, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
@@ -104,6 +105,7 @@ _EXPERTS, _EXCHANGE = 1, 4
 """Places among the parts of a stage's time, which are in the order of `StepTime`."""
 
 
+@remembered(*STEP, "parallel.delay_wgrad")
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Expected time of a step; `cfg` has resolved kernels."""
     own = with_own_kernels(cfg, machine)
@@ -126,6 +128,7 @@ def _beside_experts(cfg: Config, world: int, machine: Machine) -> float:
     return seconds
 
 
+@remembered("model", "data.sequence_length", "kernels")
 def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
     """The machine with the rates of `kernels.attention` and of experts for sizes of the model."""
     path = expert_backend(cfg.kernels.backend).machine_rates

@@ -12,6 +12,7 @@ import torch
 
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, rows_in_fp8, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
+from phalanx.configs.remembered import GROUPS, STEP, remembered
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import machine_named
@@ -55,6 +56,7 @@ class Traffic:
         return self.forward + self.resent
 
 
+@remembered(*STEP)
 def traffic(cfg: Config, world: int) -> Traffic:
     """Traffic of `parallel.dispatch`, or of the backend's own dispatcher."""
     own = expert_backend(cfg.kernels.backend).own_exchange
@@ -86,6 +88,7 @@ def nodes(cfg: Config, world: int) -> int:
     return -(-expert_parallel_size(cfg, world) // machine_named(cfg.run.machine).node_gpus)
 
 
+@remembered("model", *GROUPS, "data.sequence_length", "precision")
 def costs(cfg: Config, world: int) -> TransportCosts:
     """Rows that the transport of `parallel.dispatch` sends and holds; `cfg` has no `auto` there."""
     return class_of(cfg.parallel.dispatch).costs(reach(cfg, world))
@@ -99,6 +102,7 @@ def overlap_sms(cfg: Config, world: int) -> int | str:
     return cfg.parallel.comm_sms if waits and costs(cfg, world).exposed < 1 else 0
 
 
+@remembered("model", *GROUPS, "data.sequence_length", "precision")
 def reach(cfg: Config, world: int) -> GroupTopology:
     """The expert-parallel group, and the ranks and nodes that an average token is sent to."""
     e, p, d = cfg.model.moe, cfg.parallel, cfg.data

@@ -6,7 +6,6 @@ of experts over the expert-data parallel ranks, of all else over data and contex
 """
 
 import functools
-import pickle
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
@@ -34,6 +33,7 @@ from phalanx.configs.layout import (
     optimizer_shards,
     pipeline_chunks,
 )
+from phalanx.configs.remembered import GROUPS, SHARDS, STAGES, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
@@ -80,13 +80,18 @@ class Weights:
     lack."""
 
 
+@remembered(*STAGES, *GROUPS, *SHARDS, "precision", "kernels")
 def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
     held: list[list[Chunk]] = [[] for _ in stages]
     all_layers = parameters(cfg.model)
+    known: dict[tuple[object, ...], tuple[int, int]] = {}
     for chunk in chunks(cfg):
-        dense, expert = _in_chunk(cfg, world, chunk, all_layers)
+        alike = chunk[1:]
+        if alike not in known:
+            known[alike] = _in_chunk(cfg, world, chunk, all_layers)
+        dense, expert = known[alike]
         stages[chunk.stage][0] += dense
         stages[chunk.stage][1] += expert
         held[chunk.stage].append(chunk)
@@ -151,18 +156,18 @@ class Chunk(NamedTuple):
 
     @property
     def mixers(self) -> Counter[str]:
-        """Number of layers with each mixer."""
-        return Counter(kind.mixer for kind in self.kinds)
+        """Number of layers with each mixer; not to be changed."""
+        return _mixers(self.kinds)
 
 
+@functools.lru_cache
+def _mixers(kinds: tuple[LayerKind, ...]) -> Counter[str]:
+    return Counter(kind.mixer for kind in kinds)
+
+
+@remembered(*STAGES, "precision")
 def chunks(cfg: Config) -> tuple[Chunk, ...]:
     """All model chunks, in the order of their layers."""
-    return _chunks(pickle.dumps(cfg))
-
-
-@functools.lru_cache(maxsize=16)  # an estimate asks a dozen times
-def _chunks(pickled: bytes) -> tuple[Chunk, ...]:
-    cfg: Config = pickle.loads(pickled)
     kinds = all_kinds(cfg)
     decoder, predicting = iter(kinds[: cfg.model.layers]), kinds[cfg.model.layers :]
     return tuple(
@@ -175,6 +180,7 @@ def _chunks(pickled: bytes) -> tuple[Chunk, ...]:
     )
 
 
+@remembered("model", "precision")
 def all_kinds(cfg: Config) -> list[LayerKind]:
     """Kinds of all layers, in order."""
     m = cfg.model
@@ -255,6 +261,7 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdat
     )
 
 
+@remembered(*STAGES, "parallel.tensor", "precision", "kernels")
 def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
     """Bytes on each stage of bf16 placeholders that Transformer Engine caches, one per shape.
 
@@ -307,6 +314,7 @@ def fp8_weights_by_kind(cfg: Config, world: int) -> dict[LayerKind, Fp8Weights]:
     return found
 
 
+@remembered(*STAGES, "parallel.tensor", "parallel.expert", "precision", "kernels")
 def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
     """Bytes on each stage of FP8 copies of weights.
 

@@ -17,13 +17,14 @@ from phalanx.configs.arithmetic.attention import head_dims, projections
 from phalanx.configs.arithmetic.layers import mlp_layers
 from phalanx.configs.formats import grad_width, multiplies_fp8, quantizes_dense, width
 from phalanx.configs.layout import expert_parallel_size, logit_interval, micro_batches
+from phalanx.configs.remembered import remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.activations import Activations, sizes
 from phalanx.moe.plan.cost.delayed_wgrad import experts_wait, pairs, waits
-from phalanx.moe.plan.cost.weights import LayerKind, all_kinds, chunks, fp8_weights_by_kind
+from phalanx.moe.plan.cost.weights import Chunk, LayerKind, all_kinds, chunks, fp8_weights_by_kind
 
 
 class Flops(NamedTuple):
@@ -38,6 +39,7 @@ class Flops(NamedTuple):
     mtp_projection: float  # input projection of a multi-token-prediction layer
 
 
+@remembered("model", "data.sequence_length")
 def flops(cfg: Config) -> Flops:
     """`configs.arithmetic.accounting.flops_per_token` by part."""
     m, e = cfg.model, cfg.model.moe
@@ -84,7 +86,9 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
     wgrads, dense_waits = layer_wgrads(cfg, world, machine), waits(cfg)
     routed_waits = experts_wait(cfg, world)
     stages = [none for _ in range(cfg.parallel.pipeline)]
-    for chunk in chunks(cfg):
+
+    def of_chunk(chunk: Chunk) -> tuple[float, ...]:
+        """Seconds of GEMMs, experts, core attention, delayed ones; saved, restored, offloaded."""
         kinds, head = chunk.kinds, chunk.heads
         sparse = [kind for kind in kinds if not kind.dense]
         gemm = head * f.head / machine.head_tflops
@@ -101,21 +105,31 @@ def stage_work(cfg: Config, world: int, machine: Machine) -> list[Work]:
             rows = (factors.routed - 1 / 3) * f.routed / rates[kind.fp8].experts
             experts += max(rows, read) + wgrads[kind].experts + copies[kind].experts
         core = core_work * len(kinds) * f.core / machine.attention_tflops
-        more = [tokens * part / 1e12 for part in (gemm, experts, core)]
-        before = stages[chunk.stage]
+        return (
+            *(tokens * part / 1e12 for part in (gemm, experts, core, delayed)),
+            sum([saved[kind].saved for kind in kinds]) + head * head_saved,
+            sum([refilled[kind] for kind in kinds]),
+            sum([actual[kind].offloaded for kind in kinds]),
+        )
+
+    known: dict[tuple[object, ...], tuple[float, ...]] = {}
+    for chunk in chunks(cfg):
+        if chunk[1:] not in known:  # most chunks have the same layers
+            known[chunk[1:]] = of_chunk(chunk)
+        more, before, sparse = known[chunk[1:]], stages[chunk.stage], chunk.sparse
         stages[chunk.stage] = Work(
             (
                 before.seconds[0] + more[0],
                 before.seconds[1] + more[1],
                 before.seconds[2] + more[2],
             ),
-            before.delayed + tokens * delayed / 1e12,
-            before.written + sum(saved[kind].saved for kind in kinds) + head * head_saved,
-            before.refilled + sum(refilled[kind] for kind in kinds),
-            before.offloaded + sum(actual[kind].offloaded for kind in kinds),
-            before.layers + len(kinds),
-            before.mlps + len(kinds) - (0 if cfg.model.moe.shared_ffn else len(sparse)),
-            before.sparse + len(sparse),
+            before.delayed + more[3],
+            before.written + more[4],
+            before.refilled + more[5],
+            before.offloaded + more[6],
+            before.layers + len(chunk.kinds),
+            before.mlps + len(chunk.kinds) - (0 if cfg.model.moe.shared_ffn else sparse),
+            before.sparse + sparse,
             before.mixers + chunk.mixers,
             tokens,
         )

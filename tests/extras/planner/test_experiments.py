@@ -17,7 +17,7 @@ from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.described import resolved
 from tests.extras.planner.pages import PUBLISHED_V3
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 SIZED = {name: ranks for name in options("experiment") if (ranks := ranks_of_experiment(name))}
 V3 = ["experiment=deepseek_v3_1024gpu"]
 

@@ -1,0 +1,81 @@
+"""Results of pure functions of a configuration, kept by the values of the knobs that they read.
+
+A search estimates thousands of configurations that differ in a few knobs, and asks each estimate
+a dozen times for the same numbers.
+"""
+
+import functools
+import marshal
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Concatenate
+
+from phalanx.configs.knobs import knobs
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import machine_named
+
+STAGES = (
+    *("model", "data.sequence_length", "parallel.pipeline"),
+    *("parallel.virtual_pipeline", "parallel.pipeline_layout"),
+)
+"""What the layers of pipeline stages depend on."""
+GROUPS = (
+    *("data.micro_batch", "parallel.tensor", "parallel.context", "parallel.expert"),
+    *("parallel.expert_replication", "parallel.capacity_factor", "run.device", "run.machine"),
+    *("parallel.dispatch", "parallel.save_x", "parallel.comm_sms"),
+    "parallel.overlap_microbatches",
+)
+"""What ranks and their exchanges depend on besides."""
+SHARDS = ("optim", "parallel.distributed_optimizer", "parallel.grad_dtype")
+"""What gradients and states of the optimizer depend on besides."""
+STEP = (
+    *(*STAGES, *GROUPS, *SHARDS, "precision", "kernels", "data.global_batch", "parallel.overlap"),
+    *("data.document_mask", "data.max_documents", "run.recompute", "run.offload", "run.graph"),
+    *("run.eval_interval", "run.sample_every", "run.record_routing", "run.tasks"),
+)
+"""What memory and time of a step depend on, but for `parallel.delay_wgrad`."""
+_MOST = 512  # results of a function, of which all are dropped when there are more
+
+
+def remembered[**P, R](
+    *read: str,
+) -> Callable[[Callable[Concatenate[Config, P], R]], Callable[Concatenate[Config, P], R]]:
+    """Keep the results of a function whose first argument is a configuration.
+
+    Results are shared, so that nobody may change them; other arguments have to be hashable.
+
+    Args:
+        read: knobs, or sections with all of their knobs, on which the result depends. With
+            `run.machine` it depends on the machine of that name.
+    """
+
+    def decorated(f: Callable[Concatenate[Config, P], R]) -> Callable[Concatenate[Config, P], R]:
+        found: dict[Any, R] = {}
+
+        @functools.wraps(f)
+        def call(cfg: Config, *args: P.args, **kwargs: P.kwargs) -> R:
+            values = marshal.dumps(_getter(read)(cfg), 2)
+            machine = machine_named(cfg.run.machine) if "run.machine" in read else None
+            key = (values, machine, args, *kwargs.items())
+            if key not in found:
+                result = f(cfg, *args, **kwargs)
+                if len(found) >= _MOST:
+                    found.clear()
+                found[key] = result
+            return found[key]
+
+        return call
+
+    return decorated
+
+
+@functools.cache
+def _getter(read: tuple[str, ...]) -> Callable[[Config], Any]:
+    """Values of some knobs and of all knobs in some sections, in lists and tuples."""
+    owners: dict[str, list[str]] = {}
+    for path in knobs():
+        if path in read or path.startswith(tuple(f"{each}." for each in read)):
+            owner, _, name = path.rpartition(".")
+            owners.setdefault(owner, []).append(name)
+    parts = [(attrgetter(owner), attrgetter(*names)) for owner, names in owners.items()]
+    return lambda cfg: [values(section(cfg)) for section, values in parts]
