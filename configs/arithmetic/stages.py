@@ -35,20 +35,30 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
         last: FLOPs of the last chunk besides: output layer and multi-token prediction.
         chunks: at most the number of layers; a multiple of `pipeline`.
     """
-    costs = layer_seconds(layers)
-    start = even(len(layers), chunks)
-    found, least = start, _loads(start, costs, last, pipeline)
+    start, divides = even(len(layers), chunks), len(layers) % chunks == 0
+    sums, enough = [0.0, *accumulate(layer_seconds(layers))], 1 + _EVEN_ENOUGH
+    mean = (sums[-1] + last) / chunks
+    found, loads = start, _chunk_loads(start, sums, last)
+    first = _time(loads, mean, pipeline)
+    if divides and first <= 100 * enough:  # no deal takes less than 100 %
+        return tuple(start)
+    least = first, _squares(loads, mean)
     while True:
+        trials = [(trial, _chunk_loads(trial, sums, last)) for trial in _moves(found)]
+        times = [_time(loads, mean, pipeline) for _, loads in trials]
+        shortest = min(times, default=0)
         better = min(
-            ((_loads(trial, costs, last, pipeline), trial) for trial in _moves(found)),
+            (
+                ((time, _squares(loads, mean)), trial)
+                for time, (trial, loads) in zip(times, trials, strict=True)
+                if time == shortest
+            ),
             default=(least, found),
         )
         if better[0] >= least:
             break
         least, found = better
-    divides = len(layers) % chunks == 0
-    near = _loads(start, costs, last, pipeline)[0] <= (1 + _EVEN_ENOUGH) * least[0]
-    return tuple(start if divides and near else found)
+    return tuple(start if divides and first <= enough * least[0] else found)
 
 
 def _moves(counts: Sequence[int]) -> list[list[int]]:
@@ -66,20 +76,22 @@ def _moves(counts: Sequence[int]) -> list[list[int]]:
     return trials
 
 
-def _loads(
-    counts: Sequence[int], costs: Sequence[float], last: float, pipeline: int
-) -> tuple[int, float]:
-    """Values to minimize, in order: time, and the sum of squares.
+def _chunk_loads(counts: Sequence[int], sums: Sequence[float], last: float) -> list[float]:
+    """Seconds of the chunks; `sums` has those of the first layers, from none to all."""
+    loads = [sums[end] - sums[end - n] for end, n in zip(accumulate(counts), counts, strict=True)]
+    loads[-1] += last
+    return loads
 
-    Time is that of the busiest stage and a part of the largest chunk, over the means; in percent,
-    so that a fraction of one does not decide over evenness.
+
+def _time(loads: list[float], mean: float, pipeline: int) -> int:
+    """What is minimized first: time of the busiest stage and a part of the largest chunk.
+
+    Over the means; in percent, so that a fraction of one does not decide over evenness.
     """
-    ends = list(accumulate(counts))
-    sums = [0.0, *accumulate(costs)]
-    chunks = [sums[end] - sums[end - count] for end, count in zip(ends, counts, strict=True)]
-    chunks[-1] += last
-    mean = (sums[-1] + last) / len(chunks)
-    stages = [sum(chunks[i::pipeline]) for i in range(pipeline)]
-    busiest = max(stages) * pipeline / len(chunks)
-    time = (busiest + _BUBBLE * max(chunks)) / (1 + _BUBBLE) / mean
-    return round(100 * time), sum((load / mean) ** 2 for load in chunks)
+    busiest = max([sum(loads[i::pipeline]) for i in range(pipeline)]) * pipeline / len(loads)
+    return round(100 * ((busiest + _BUBBLE * max(loads)) / (1 + _BUBBLE) / mean))
+
+
+def _squares(loads: list[float], mean: float) -> float:
+    """What is minimized where times are the same: unevenness."""
+    return sum((load / mean) ** 2 for load in loads)

@@ -7,6 +7,7 @@ without them, and from one that sends no tokens and has no replicas.
 import copy
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import multiplies_fp8, resident_layers
@@ -67,6 +68,14 @@ class StageMemory:
         return self.states + self.cached + step + self.validation
 
 
+class _ChunkMemory(NamedTuple):
+    """Bytes of the layers of a chunk, output layer included."""
+
+    saved: int
+    offloaded: int
+    layers: frozenset[LayerMemory]  # one of each kind
+
+
 @remembered(*STEP, "parallel.delay_wgrad")
 def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[StageMemory]:
     """Memory of a rank of each stage, in order, with resolved kernels and graph.
@@ -96,13 +105,18 @@ def _at_once(cfg: Config, world: int, rows: int | None) -> list[StageMemory]:
     """Memory of each stage if no weight gradient waits."""
     act = Activations(cfg, world, rows)
     head, per_layer_kind = act.head(), act.per_layer_kind()
-    stages: list[list[list[LayerMemory]]] = [[] for _ in range(cfg.parallel.pipeline)]
+    stages: list[list[_ChunkMemory]] = [[] for _ in range(cfg.parallel.pipeline)]
+    known: dict[tuple[object, ...], _ChunkMemory] = {}
     for chunk in chunks(cfg):
-        layers = [per_layer_kind[kind] for kind in chunk.kinds]
-        if chunk.mtp:
-            decoder, extra = len(layers) - chunk.mtp, act.prediction_extra()
-            layers[decoder:] = [replace(x, saved=x.saved + extra) for x in layers[decoder:]]
-        stages[chunk.stage].append(layers + [head] * chunk.heads)
+        if chunk[1:] not in known:  # most chunks have the same layers
+            layers = [per_layer_kind[kind] for kind in chunk.kinds]
+            if chunk.mtp:
+                decoder, extra = len(layers) - chunk.mtp, act.prediction_extra()
+                layers[decoder:] = [replace(x, saved=x.saved + extra) for x in layers[decoder:]]
+            layers += [head] * chunk.heads
+            saved, offloaded = sum(x.saved for x in layers), sum(x.offloaded for x in layers)
+            known[chunk[1:]] = _ChunkMemory(saved, offloaded, frozenset(layers))
+        stages[chunk.stage].append(known[chunk[1:]])
     scratch = _WORKSPACES + _document_scratch(cfg)
     weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
     copies = fp8_copy_bytes(cfg, world)
@@ -111,10 +125,10 @@ def _at_once(cfg: Config, world: int, rows: int | None) -> list[StageMemory]:
             stage=i,
             weights=weights[i],
             cached=cached[i] + copies[i] + scratch,
-            saved=in_flight_bytes(cfg, world, i, [sum([x.saved for x in c]) for c in held]),
-            backward=_backward(layers := {x for c in held for x in c}, head),
+            saved=in_flight_bytes(cfg, world, i, [c.saved for c in held]),
+            backward=_backward(layers := frozenset().union(*(c.layers for c in held)), head),
             validation=_validation(cfg, layers),
-            host=in_flight_bytes(cfg, world, i, [sum([x.offloaded for x in c]) for c in held]),
+            host=in_flight_bytes(cfg, world, i, [c.offloaded for c in held]),
         )
         for i, held in enumerate(stages)
     ]
@@ -146,7 +160,7 @@ def _document_scratch(cfg: Config) -> int:
     return document_places(d) * d.micro_batch * 128 * 4 * channels // cfg.parallel.tensor
 
 
-def _backward(layers: set[LayerMemory], head: LayerMemory) -> int:
+def _backward(layers: frozenset[LayerMemory], head: LayerMemory) -> int:
     """Peak of the backward passes, in which logits are freed before those of the layers.
 
     Of offloaded bytes those of two layers are on the GPU: the layer in use, and the next one.
@@ -156,7 +170,7 @@ def _backward(layers: set[LayerMemory], head: LayerMemory) -> int:
     return copies + max([x.backward if x == head else x.backward - freed for x in layers])
 
 
-def _validation(cfg: Config, layers: set[LayerMemory]) -> int:
+def _validation(cfg: Config, layers: frozenset[LayerMemory]) -> int:
     """Bytes of a forward pass without gradients, which holds one layer at a time.
 
     Eager steps have freed their memory by then; a CUDA graph keeps its own pool.
