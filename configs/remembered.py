@@ -26,8 +26,16 @@ GROUPS = (
     "parallel.overlap_microbatches",
 )
 """What ranks and their exchanges depend on besides."""
-SHARDS = ("optim", "parallel.distributed_optimizer", "parallel.grad_dtype")
-"""What gradients and states of the optimizer depend on besides."""
+LAYERS = (
+    *("model", "data.sequence_length", *GROUPS, "parallel.pipeline", "precision", "kernels"),
+    *("run.recompute", "run.offload"),
+)
+"""What activations of a layer depend on."""
+SHARDS = (
+    *("parallel.tensor", "parallel.context", "parallel.expert"),
+    *("optim", "parallel.distributed_optimizer", "parallel.grad_dtype"),
+)
+"""What weights, gradients and states of the optimizer depend on besides."""
 STEP = (
     *(*STAGES, *GROUPS, *SHARDS, "precision", "kernels", "data.global_batch", "parallel.overlap"),
     *("data.document_mask", "data.max_documents", "run.recompute", "run.offload", "run.graph"),

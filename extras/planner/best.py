@@ -12,7 +12,7 @@ from phalanx.configs.knobs import Changes, changed, get
 from phalanx.configs.layout import expert_parallel_size, layout_problems, stage_shares
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
-from phalanx.configs.validate import ConfigError, validate
+from phalanx.configs.validate import ConfigError, is_valid
 from phalanx.extras.planner.layouts import (
     ALONE,
     Layout,
@@ -113,6 +113,9 @@ less than the estimate does from measured steps, but not by so little."""
 _LEAST = 0.98
 """A step over its rank is at least this. Ranks have neither recomputation nor all that keeps a
 pipeline waiting, but their weight gradients may wait a little less than those of a step."""
+_LOOKED_AT = 1.05
+"""Slower layouts than this over the last line are no candidates: a line may still disappear beside
+one that needs less memory."""
 _LEAST_OF_SETS = 0.95  # the same with the relative time of a memory set, of another layout
 
 
@@ -155,19 +158,21 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
         if least > limit:
             break
         some = [each for each in sets if _LEAST_OF_SETS * each.relative * least <= limit]
-        if (one := fastest(cfg, layout, some, world, machine)) is not None:
+        slowest = _LOOKED_AT * limit
+        if (one := fastest(cfg, layout, some, world, machine, slowest)) is not None:
             found[layout] = one
-            if one.seconds > (1 + TOLD_APART) * limit:
-                continue  # it is none of the lines
             shown = lines()
             limit = shown[-1][1].seconds if len(shown) == number else math.inf
-    looked_at = set(found)
-    while near := _near([own, *(layout for layout, _ in lines())]) - looked_at:
+    looked_at, shown = set(found), lines()
+    while near := _near([own, *(layout for layout, _ in shown)]) - looked_at:
         looked_at |= near
+        slowest = _LOOKED_AT * limit
         for layout in near:
-            if (one := fastest(cfg, layout, sets, world, machine)) is not None:
+            if (one := fastest(cfg, layout, sets, world, machine, slowest)) is not None:
                 found[layout] = one
-    return [each for _, each in lines()]
+        shown = lines()
+        limit = shown[-1][1].seconds if len(shown) == number else math.inf
+    return [each for _, each in shown]
 
 
 def _near(several: Iterable[Layout]) -> set[Layout]:
@@ -192,16 +197,26 @@ def estimated(cfg: Config, changes: Changes, world: int, machine: Machine) -> Fo
     """
     trial = changed(cfg, changes)
     ranks = trial.parallel.world_size or world
+    if not is_valid(trial, ranks) or (known := _fitting(trial, ranks, machine)) is None:
+        return None
+    return _found(cfg, changes, known, ranks, machine)
+
+
+def _fitting(trial: Config, ranks: int, machine: Machine) -> Config | None:
+    """A configuration without `auto`; None if it cannot run, or does not fit with some to spare."""
     try:
-        validate(trial, ranks)
         known = resolved(trial, ranks, machine.node_gpus)
     except ConfigError:
         return None
     size, host = needed(known, ranks), host_needed(known, ranks)
-    if size > machine.safe_room or host > machine.host_room:
-        return None
+    return None if size > machine.safe_room or host > machine.host_room else known
+
+
+def _found(cfg: Config, changes: Changes, known: Config, ranks: int, machine: Machine) -> Found:
+    """The estimate of changes that give a configuration, which is `known` without `auto`."""
+    size, host = needed(known, ranks), host_needed(known, ranks)
     step, busy = step_time(known, ranks, machine), network_busy(known, ranks, machine)
-    tokens = trial.data.global_batch * trial.data.sequence_length / ranks
+    tokens = known.data.global_batch * known.data.sequence_length / ranks
     natural = tokens / with_natural_routing(step, busiest(known, ranks)).total
     others = {path: value for path, value in changes.items() if get(cfg, path) != value}
     return Found(others, step.total, tokens / step.total, natural, size, host, busy)
@@ -225,24 +240,41 @@ def sets_of(cfg: Config, machine: Machine) -> list[MemorySet]:
 
 
 def fastest(
-    cfg: Config, layout: Layout, sets: list[MemorySet], world: int, machine: Machine
+    cfg: Config,
+    layout: Layout,
+    sets: list[MemorySet],
+    world: int,
+    machine: Machine,
+    slowest: float = math.inf,
 ) -> Found | None:
-    """A layout with the first of the sets that fits; None if none does, or it is not valid.
+    """A layout with the first of the sets that fits, if a step takes at most `slowest` seconds.
 
-    Of a layout whose stages `cfg` lays out itself, with its stages or balanced ones.
+    None if none does, or it is not valid. Of a layout whose stages `cfg` lays out itself, with its
+    stages or balanced ones.
     """
-    both = [_fastest(cfg, sizes, sets, world, machine) for sizes in layout.stagings(cfg)]
+    both = [_fastest(cfg, sizes, sets, world, machine, slowest) for sizes in layout.stagings(cfg)]
     return min((one for one in both if one), key=lambda one: one.seconds, default=None)
 
 
 def _fastest(
-    cfg: Config, sizes: Changes, sets: list[MemorySet], world: int, machine: Machine
+    cfg: Config,
+    sizes: Changes,
+    sets: list[MemorySet],
+    world: int,
+    machine: Machine,
+    slowest: float,
 ) -> Found | None:
     if not sets or not _may_fit(cfg, sizes, world, machine):
         return None
     for changes in _with_room(cfg, sizes, sets, world, machine):
-        if (one := estimated(cfg, changes, world, machine)) is not None:
-            return one
+        trial = changed(cfg, changes)
+        ranks = trial.parallel.world_size or world
+        if (known := _fitting(trial, ranks, machine)) is None:
+            continue
+        if step_time(known, ranks, machine).total > slowest:
+            return None
+        if is_valid(trial, ranks):
+            return _found(cfg, changes, known, ranks, machine)
     return None
 
 
@@ -271,10 +303,10 @@ def _with_room(
 ) -> Iterator[Changes]:
     """Changes that seem to fit, without the delays and copies that `auto` leaves out then."""
     try:
-        known = resolved(changed(cfg, sizes | sets[-1].changes), world, machine.node_gpus)
+        trial = changed(cfg, sizes | sets[-1].changes)
+        known = resolved(trial, world, machine.node_gpus, delays=False)
     except ConfigError:
         return
-    known.parallel.delay_wgrad = "off"
     if needed(known, world) > machine.safe_room:
         return
     for each in sets:

@@ -7,20 +7,21 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import machine_named
 from phalanx.moe.plan.facts import JobFacts, described, gather_facts
 from phalanx.moe.plan.plan import Plan
-from phalanx.moe.plan.resolve import resolve
+from phalanx.moe.plan.resolve import decided, resolve
 from phalanx.parallel.fault.agreement import gather
 
 if TYPE_CHECKING:  # imports Megatron-Core
     from phalanx.parallel.runtime import Runtime
 
 
-def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
+def resolved(cfg: Config, world: int, node_gpus: int, *, delays: bool = True) -> Config:
     """A copy without `auto`, by the plan of a run on GPUs of `run.machine`.
 
-    Raises ConfigError if no Hopper GPU can run a choice, or no group has that number of ranks.
+    Without `delays` no weight gradient waits, whatever is set. Raises ConfigError if no Hopper GPU
+    can run a choice, or no group has that number of ranks.
     """
     machine = replace(machine_named(cfg.run.machine), node_gpus=node_gpus)
-    return resolve(cfg, described(cfg, world, machine)).cfg
+    return decided(cfg, described(cfg, world, machine), delays=delays).cfg
 
 
 def agreed_plan(cfg: Config, runtime: "Runtime") -> tuple[Plan, JobFacts]:

@@ -34,7 +34,15 @@ from phalanx.kernels import registry
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.kernels.registry import Choice, KernelUnavailable
 from phalanx.moe.model.kernel_facts import facts as kernel_facts
-from phalanx.moe.plan.cost.delayed_wgrad import ON, PAIRS, beside_exchanges, pairs, possible, waits
+from phalanx.moe.plan.cost.delayed_wgrad import (
+    OFF,
+    ON,
+    PAIRS,
+    beside_exchanges,
+    pairs,
+    possible,
+    waits,
+)
 from phalanx.moe.plan.cost.pipeline import reason_in_turn
 from phalanx.moe.plan.cost.stages import (
     USABLE,
@@ -101,9 +109,7 @@ def resolve(cfg: Config, facts: JobFacts) -> Plan:
     Raises:
         ConfigError: a forced choice cannot run on some rank, with the reason and an override.
     """
-    draft = Draft(cfg, facts)
-    for rule in RULES:
-        rule(draft)
+    draft = decided(cfg, facts)
     known = draft.cfg
     memory = stage_memory(known, facts.world) if waits(known) else None
     held = [None if memory is None else memory[i].held for i in range(known.parallel.pipeline)]
@@ -120,6 +126,17 @@ def resolve(cfg: Config, facts: JobFacts) -> Plan:
         margins=_margins(draft),
         _lines=tuple(draft.lines[place] for place in PAGE if place in draft.lines),
     )
+
+
+def decided(cfg: Config, facts: JobFacts, *, delays: bool = True) -> Draft:
+    """The decisions of all rules; without `delays` no weight gradient waits, whatever is set."""
+    draft = Draft(cfg, facts)
+    for rule in RULES:
+        if delays or rule is not delayed_wgrad:
+            rule(draft)
+    if not delays:
+        draft.cfg.parallel.delay_wgrad = OFF
+    return draft
 
 
 def kernels(draft: Draft) -> None:
@@ -254,9 +271,10 @@ def communication_sms(draft: Draft) -> None:
 
 
 def _of_each[T, R](values: Sequence[T], f: Callable[[T], R]) -> list[R]:
-    """`f` of all values, of which thousands are the same object."""
-    found = {id(each): f(each) for each in {id(each): each for each in values}.values()}
-    return [found[id(each)] for each in values]
+    """`f` of all values, of which thousands are the same."""
+    if values.count(values[0]) == len(values):
+        return [f(values[0])] * len(values)
+    return [f(each) for each in values]
 
 
 def graph(draft: Draft) -> None:

@@ -22,7 +22,7 @@ from phalanx.configs.formats import (
     width,
 )
 from phalanx.configs.layout import expert_parallel_size, replica_slots
-from phalanx.configs.remembered import GROUPS, STEP, remembered
+from phalanx.configs.remembered import GROUPS, LAYERS, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
@@ -101,7 +101,7 @@ class Activations:
 
     def __init__(self, cfg: Config, world: int, rows: int | None = None) -> None:
         self._cfg, self._world = cfg, world
-        self.sizes = sizes(cfg, world)
+        self.sizes, self._sent = sizes(cfg, world), costs(cfg, world)
         if rows is not None:
             self.sizes = replace(self.sizes, rows=rows)
 
@@ -132,7 +132,7 @@ class Activations:
         more = self._fp8_inputs(1, instead=False) if fp8_dense and shared else 0
         local = cfg.model.moe.experts // expert_parallel_size(cfg, self._world)
         backward = experts_backward(cfg, self.sizes, local) + self.replica_memory().backward
-        backward += costs(cfg, self._world).backward * width(cfg) * cfg.model.hidden
+        backward += self._sent.backward * width(cfg) * cfg.model.hidden
         return self._layer(parts, backward, fp8_dense, more, mixer)
 
     def bytes_freed(self, name: str) -> dict[LayerKind, int]:
@@ -220,7 +220,7 @@ class Activations:
             parts: SavedTensors = resolve_name(path)(cfg, self.sizes, fp8=fp8)
             parts["moe"] += router_saved(cfg, self.sizes)
             return parts
-        parts, sent = experts_saved(cfg, self.sizes, fp8=fp8), costs(cfg, self._world)
+        parts, sent = experts_saved(cfg, self.sizes, fp8=fp8), self._sent
         tokens = sent.saved * width(cfg) * hidden
         if fp8 and (p.wgrad == "fp8" or rows_in_fp8(cfg)):
             # An FP8 copy besides the bf16 tokens of router and transport. Exchanges that overlap
@@ -260,7 +260,7 @@ class Activations:
         expert, local, k = (halves + 1) * matrix, e.experts // ranks, self._cfg.kernels
         saved = replicas * expert * element if self._cfg.parallel.save_x == "keep" else 0
         backward = 0
-        if not costs(self._cfg, self._world).buffers:
+        if not self._sent.buffers:
             over_nodes = TRANSPORTS[self._cfg.parallel.dispatch].over_nodes
             owners = ranks // nodes(self._cfg, self._world) if over_nodes else ranks
             backward = self.replica_slot_bytes() + 3 * owners * replicas * halves * matrix * 4
@@ -271,6 +271,6 @@ class Activations:
         return LayerMemory(saved, backward)
 
 
-@remembered(*STEP)
+@remembered(*LAYERS)
 def _per_layer_kind(cfg: Config, world: int, rows: int) -> dict[LayerKind, LayerMemory]:
     return Activations(cfg, world, rows).layers()

@@ -33,7 +33,7 @@ from phalanx.configs.layout import (
     optimizer_shards,
     pipeline_chunks,
 )
-from phalanx.configs.remembered import GROUPS, SHARDS, STAGES, remembered
+from phalanx.configs.remembered import SHARDS, STAGES, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
@@ -80,7 +80,7 @@ class Weights:
     lack."""
 
 
-@remembered(*STAGES, *GROUPS, *SHARDS, "precision", "kernels")
+@remembered(*STAGES, *SHARDS, "precision", "kernels")
 def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
