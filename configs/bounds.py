@@ -1,7 +1,6 @@
 """Checks of each knob by the facts of its field: choices of strings, bounds of numbers."""
 
 import difflib
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,6 @@ _SWITCHED = {"true": "on", "yes": "on", "false": "off", "no": "off", "gpu": "cud
 """Names of values by other words for them."""
 
 
-@functools.cache
 def choices() -> dict[str, tuple[str, ...]]:
     """Valid strings of every knob that has a list of them."""
     return {path: names for path, knob in knobs().items() if (names := knob.facts.strings)}
@@ -32,32 +30,32 @@ def oversized(cfg: Config) -> list[str]:
 
 def bound_problems(cfg: Config) -> Iterator[str]:
     """Knobs that are wrong by themselves."""
-    allowed = choices()
     for path, value in values(cfg):
-        if value.__hash__ is not None and (path, type(value), value) in _FINE:
+        known = isinstance(value, str | int | float) and (path, type(value), value)
+        if known in _FINE:
             continue
         knob = knobs()[path]
-        if isinstance(value, list) and path in allowed:
-            if wrong := [item for item in value if item not in allowed[path]]:
-                left = [item for item in value if item in allowed[path]]
-                near = difflib.get_close_matches(str(wrong[0]), allowed[path], n=1)
-                reason = f"has {visible(str(wrong[0]))!r}, none of {', '.join(allowed[path])}"
+        allowed = knob.facts.strings
+        if isinstance(value, list) and allowed:
+            if wrong := [item for item in value if item not in allowed]:
+                left = [item for item in value if item in allowed]
+                near = difflib.get_close_matches(str(wrong[0]), allowed, n=1)
+                reason = f"has {visible(str(wrong[0]))!r}, none of {', '.join(allowed)}"
                 yield repair(cfg, path, reason, list(dict.fromkeys(left + near)))
         elif isinstance(value, str):
-            if path in allowed and value not in allowed[path]:
-                meant = _meant(value, allowed[path], is_switch=knob.type == bool | str)
+            if allowed and value not in allowed:
+                meant = _meant(value, allowed, is_switch=knob.type == bool | str)
                 others = {int | str: ", and no number", bool | str: ", true or false"}
-                reason = f"is not one of {', '.join(allowed[path])}{others.get(knob.type, '')}"
+                reason = f"is not one of {', '.join(allowed)}{others.get(knob.type, '')}"
                 yield repair(cfg, path, reason, meant)
         elif knob.type in (int, float, int | str) and (bound := _bound(knob, value)):
             yield repair(cfg, path, *bound)
-        if value.__hash__ is not None and get(cfg, path) == value:
-            _FINE.add((path, type(value), value))
+        elif known and not isinstance(value, str):
+            _FINE.add(known)
 
 
-_FINE: set[tuple[str, type, Any]] = set()
-"""Knobs with values that were found to be valid: a search validates the same ones a thousand times.
-"""
+_FINE: set[object] = set()
+"""Knobs with numbers that were found to be valid: a search validates the same ones all the time."""
 
 
 def _meant(value: str, names: tuple[str, ...], *, is_switch: bool) -> str | bool:

@@ -4,6 +4,7 @@ First every knob by itself (`bounds`), then the rules between knobs (here) and t
 (`layout`), each read with the problems before it repaired. Needs no machine.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ from phalanx.configs.tables.backends import (
     norm_backend,
 )
 from phalanx.configs.tables.layers import MIXERS
-from phalanx.configs.tables.machines import machine_named
+from phalanx.configs.tables.machines import MACHINES, machine_named
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.tables.transports import TRANSPORTS
 
@@ -443,7 +444,8 @@ def _run(cfg: Config) -> Iterator[str]:
     try:
         machine_named(r.machine)
     except ValueError as error:
-        yield repair(cfg, "run.machine", str(error), "h200")
+        near = difflib.get_close_matches(r.machine.lower(), MACHINES, n=1)
+        yield repair(cfg, "run.machine", str(error), next(iter(near), "h200"))
     if not r.resume:
         yield repair(cfg, "run.resume", "must be auto, never or a checkpoint", "auto")
     if r.requeue_code > 255 or r.requeue_code in _TAKEN_CODES:

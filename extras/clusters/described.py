@@ -31,8 +31,8 @@ def machine(name: str) -> Machine:
 
     Raises ValueError: there is no such kind or file, or the file says something impossible.
     """
-    if name in GPUS:
-        return GPUS[name]
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
     path = Path(name).expanduser()
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"is none of {', '.join(GPUS)}, and no YAML file of a machine")

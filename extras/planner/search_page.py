@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from phalanx.configs import programs
 from phalanx.configs.arithmetic.accounting import flops_per_token
 from phalanx.configs.formats import described, is_fp8
-from phalanx.configs.knobs import Changes, changed, get, overrides, pluralize
+from phalanx.configs.knobs import Changes, changed, get, listed, overrides, pluralize
 from phalanx.configs.layout import layout_problems
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
@@ -35,7 +35,7 @@ def search_page(cfg: Config, world: int, words: Sequence[str]) -> tuple[str, int
         )
     problems = list(layout_problems(changed(cfg, {}), world))
     if problems and not _has_layout(cfg, world, machine):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(_other_ranks(cfg, world, machine) or "\n".join(problems))
     found = best(cfg, world, machine, _SHOWN)
     if cfg.run.dry_run == WITH_PRECISION:
         other: Changes = {"precision.recipe": "bf16" if is_fp8(cfg) else "fp8_block"}
@@ -54,10 +54,41 @@ def _has_layout(cfg: Config, world: int, machine: Machine) -> bool:
     return any(not any(layout_problems(trial, world)) for trial in every)
 
 
+_TRIED = 6  # numbers of ranks on either side, of which one that has a layout is named
+
+
+def _other_ranks(cfg: Config, world: int, machine: Machine) -> str:
+    """The line on a number of ranks that no layout divides, with the nearest that have one."""
+    batch = cfg.data.global_batch
+    odd = [each for each in range(1, batch + 1, 2) if batch % each == 0]
+    sizes = sorted(each * 2**n for each in odd for n in range(world.bit_length() + 1))
+    below = [each for each in sizes if each < world][::-1][:_TRIED]
+    above = [each for each in sizes if each > world][:_TRIED]
+    near = (next((n for n in some if _has_layout(cfg, n, machine)), 0) for some in (below, above))
+    wanted = [overrides({"parallel.world_size": ranks}) for ranks in near if ranks]
+    if not wanted:
+        return ""
+    return (
+        f"no layout in powers of two divides {pluralize(world, 'rank')} and "
+        f"{overrides({'data.global_batch': batch})}; set {listed(wanted)}"
+    )
+
+
+_MOST_RANKS = 4096  # of which a search that finds nothing says that they would be enough
+
+
+def _more_ranks(cfg: Config, world: int) -> Iterator[Changes]:
+    """Twice as many ranks, four times and so on, with a sequence for each."""
+    ranks = 2 * world
+    while ranks <= max(_MOST_RANKS, 64 * world):
+        yield {"parallel.world_size": ranks, "data.global_batch": max(cfg.data.global_batch, ranks)}
+        ranks *= 2
+
+
 def _remedies(cfg: Config, world: int, machine: Machine) -> list[tuple[Changes, Found]]:
     """Changes of other knobs with each of which some layout fits, and the fastest of them."""
     kinds: list[list[Changes]] = [
-        [{"parallel.world_size": n * world} for n in (2, 4, 8, 16, 32, 64)],
+        list(_more_ranks(cfg, world)),
         [{"optim.moments": "bf16"}, {"optim.moments": "bf16", "parallel.grad_dtype": "bf16"}],
     ]
     found = []
@@ -85,6 +116,8 @@ def _lines(
     yield "Phalanx, search over layouts"
     yield f"  model     {model_size(cfg.model)}"
     yield f"  ranks     {world} x {machine.name}, {described(cfg)}"
+    d = cfg.data
+    yield f"  batch     {pluralize(d.global_batch, 'sequence')} of {d.sequence_length} tokens"
     given = estimated(cfg, {}, world, machine)
     fits = f"does not fit with {MEMORY_ERROR:.0%} to spare, the error of estimates"
     without = f"not on {pluralize(world, 'rank')}: {problems[0]}" if problems else fits

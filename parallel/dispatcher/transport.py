@@ -33,10 +33,14 @@ from phalanx.parallel.fault.agreement import gather
 LOCAL = Transport("local", "all experts are on one rank")
 
 
-@functools.cache
 def class_of(name: str) -> type[Dispatcher]:
     """The class that an entry of `configs.tables.transports` names."""
-    transport: type[Dispatcher] = resolve_name(TRANSPORTS[name].implementation)
+    return _class_at(TRANSPORTS[name].implementation)
+
+
+@functools.cache  # an estimate asks a hundred times
+def _class_at(path: str) -> type[Dispatcher]:
+    transport: type[Dispatcher] = resolve_name(path)
     return transport
 
 

@@ -1,0 +1,1 @@
+"""Tables and pictures of docs/plan.md: `python -m phalanx.scripts.lab.plan`."""
