@@ -33,11 +33,11 @@ LAYERS = (
 """What activations of a layer depend on."""
 SHARDS = (
     *("parallel.tensor", "parallel.context", "parallel.expert"),
-    *("optim", "parallel.distributed_optimizer", "parallel.grad_dtype"),
+    *("optim", "parallel.distributed_optimizer", "parallel.grad_dtype", "parallel.overlap"),
 )
 """What weights, gradients and states of the optimizer depend on besides."""
 STEP = (
-    *(*STAGES, *GROUPS, *SHARDS, "precision", "kernels", "data.global_batch", "parallel.overlap"),
+    *(*STAGES, *GROUPS, *SHARDS, "precision", "kernels", "data.global_batch"),
     *("data.document_mask", "data.max_documents", "run.recompute", "run.offload", "run.graph"),
     *("run.eval_interval", "run.sample_every", "run.record_routing", "run.tasks"),
 )
