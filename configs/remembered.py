@@ -18,30 +18,30 @@ STAGES = (
     *("model", "data.sequence_length", "parallel.pipeline"),
     *("parallel.virtual_pipeline", "parallel.pipeline_layout"),
 )
-"""What the layers of pipeline stages depend on."""
+"""Knobs on which the layers of pipeline stages depend."""
 GROUPS = (
     *("data.micro_batch", "parallel.tensor", "parallel.context", "parallel.expert"),
     *("parallel.expert_replication", "parallel.capacity_factor", "run.device", "run.machine"),
     *("parallel.dispatch", "parallel.save_x", "parallel.comm_sms"),
     "parallel.overlap_microbatches",
 )
-"""What ranks and their exchanges depend on besides."""
+"""Knobs on which ranks and their exchanges depend besides."""
 LAYERS = (
     *("model", "data.sequence_length", *GROUPS, "parallel.pipeline", "precision", "kernels"),
     *("run.recompute", "run.offload"),
 )
-"""What activations of a layer depend on."""
+"""Knobs on which activations of a layer depend."""
 SHARDS = (
     *("parallel.tensor", "parallel.context", "parallel.expert"),
     *("optim", "parallel.distributed_optimizer", "parallel.grad_dtype", "parallel.overlap"),
 )
-"""What weights, gradients and states of the optimizer depend on besides."""
+"""Knobs on which weights, gradients and states of the optimizer depend besides."""
 STEP = (
     *(*STAGES, *GROUPS, *SHARDS, "precision", "kernels", "data.global_batch"),
     *("data.document_mask", "data.max_documents", "run.recompute", "run.offload", "run.graph"),
     *("run.eval_interval", "run.sample_every", "run.record_routing", "run.tasks"),
 )
-"""What memory and time of a step depend on, but for `parallel.delay_wgrad`."""
+"""Knobs on which memory and time of a step depend, besides `parallel.delay_wgrad`."""
 _MOST = 512  # results of a function, of which all are dropped when there are more
 
 

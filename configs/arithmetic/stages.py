@@ -84,7 +84,7 @@ def _chunk_loads(counts: Sequence[int], sums: Sequence[float], last: float) -> l
 
 
 def _time(loads: list[float], mean: float, pipeline: int) -> int:
-    """What is minimized first: time of the busiest stage and a part of the largest chunk.
+    """Time of the busiest stage and a part of the largest chunk, which is minimized first.
 
     Over the means; in percent, so that a fraction of one does not decide over evenness.
     """
@@ -93,5 +93,5 @@ def _time(loads: list[float], mean: float, pipeline: int) -> int:
 
 
 def _squares(loads: list[float], mean: float) -> float:
-    """What is minimized where times are the same: unevenness."""
+    """Unevenness, which is minimized where times are the same."""
     return sum((load / mean) ** 2 for load in loads)

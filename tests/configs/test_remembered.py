@@ -20,8 +20,7 @@ pytestmark = pytest.mark.extras  # those of Muon and linear attention
 
 
 def watched(cfg: Config, read: set[str]) -> Config:
-    """A copy that adds every knob to `read` of which a value is read, but for `replace` of others.
-    """
+    """A copy that adds every knob that is read to `read`, but for those of `replace`."""
 
     def watch(section: Any, at: str) -> None:
         kind = type(section)

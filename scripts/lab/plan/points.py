@@ -1,4 +1,4 @@
-"""What docs/plan.md shows of the planner: the fastest layouts of four models on clusters of H100s.
+"""Fastest layouts of four models on clusters of H100s, which docs/plan.md shows.
 
 A table of the page has the layout of each, so that a figure can be computed again without a search.
 """

@@ -155,6 +155,9 @@ def test_what_fits_nowhere_exits_2_and_says_what_would() -> None:
     assert list(told) == ["parallel.world_size=16"]  # moments in bf16 are set
     alone = [*LARGE, "run.machine=h100", "optim.moments=bf16", "parallel.pipeline=1"]
     _, text, _ = searched(*alone, "parallel.expert=1", world=1)
+    assert re.findall(r"^  with (.*?): ", text, re.M) == ["parallel.world_size=128"]
+    alone.append("parallel.dispatch=local")
+    _, text, _ = searched(*alone, "parallel.expert=1", world=1)
     assert text.endswith("nothing fits, and neither more ranks nor smaller states help\n")
 
 
@@ -220,7 +223,7 @@ def test_a_layout_that_keeps_the_network_busy_says_so() -> None:
 def test_precision_is_searched_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["experiment=moonlight_8gpu", "parallel.world_size=8"]
     assert train.main([*words, "run.dry_run=search_precision"]) == 0
-    assert "in fp8_block: " in capsys.readouterr().out
+    assert "TFLOP/s/GPU in fp8_block" in capsys.readouterr().out
     assert train.main([*words, "run.dry_run=search"]) == 0
     assert "fp8" not in capsys.readouterr().out
 

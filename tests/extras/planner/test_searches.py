@@ -1,4 +1,4 @@
-"""What searches find, and what they cost."""
+"""Layouts that searches find, and the cost of a search."""
 
 import cProfile
 import pstats
@@ -16,7 +16,7 @@ KNOWN = Path(__file__).with_name("searches.txt").read_text("utf-8")
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}")
 def test_a_search_finds_the_layouts_of_the_file(case: tuple[str, str, int]) -> None:
-    """Those that were found when every estimate of a search began from nothing."""
+    """Layouts that were found when every estimate of a search began from nothing."""
     start = time.process_time()
     assert "\n".join(lines(*case)) + "\n" in KNOWN
     # 5 s on a core that is shared; the bar is 10 s on one that is not.
