@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from phalanx.configs.bounds import choices
 from phalanx.configs.docs import tables
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config, ModelConfig
+from phalanx.configs.tables.capabilities import PLANNER
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError, validate
-from phalanx.extras.planner.dry_run import dry_run
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import rows_for
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
@@ -197,6 +198,7 @@ def test_an_added_transport_obeys_the_rules() -> None:
         configured("parallel.dispatch=broadcasts", "parallel.comm_sms=8", world=2)
 
 
+@pytest.mark.extras
 def test_a_dry_run_counts_an_added_transport() -> None:
     """Its rows on the links, saved rows and buffers; nothing of it counts for others."""
     base = ("experiment=moonlight_8gpu", "parallel.comm_sms=0")
@@ -215,7 +217,8 @@ def test_a_dry_run_counts_an_added_transport() -> None:
     assert exchange_bytes(ours, 8) == 2 * act.sizes.received * (row + 8 * ours.model.moe.top_k)
     times = [step_time(cfg, 8, MACHINES["h200"]).exchange for cfg in (ours, theirs)]
     assert times[0] == pytest.approx(2 * times[1])  # 4 x 7 rows instead of 2 x 7
-    text, _ = dry_run(configured(*base, "parallel.dispatch=broadcasts", world=8), 8)
+    page = resolve_name(PLANNER["page"])
+    text, _ = page(configured(*base, "parallel.dispatch=broadcasts", world=8), 8)
     assert "sent      broadcasts: a token has experts on" in text
     assert "receive buffers of broadcasts" in text
     assert re.search(r"combine +0\.00 rows per token over the network, 21\.00 inside nodes", text)

@@ -95,6 +95,7 @@ def opened_by_transformers(folder: Path, corpus: str) -> None:
     assert model.generate(**batch, max_new_tokens=2).shape[0] == 2
 
 
+@pytest.mark.extras  # the page of a dry run
 def test_it_is_said_before_a_launch(
     corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

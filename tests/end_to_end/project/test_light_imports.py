@@ -18,7 +18,11 @@ TRAIN = ["import sys", "from phalanx import train", "assert train.main(sys.argv[
     ("code", "overrides", "without"),
     [
         (API, [], [*FRAMEWORKS, "torch._dynamo", "sympy", "triton", "cutlass"]),
-        (TRAIN, ["run.dry_run=true"], ["megatron", "torch._dynamo", "sympy", "triton", "cutlass"]),
+        pytest.param(
+            *(TRAIN, ["run.dry_run=true"]),
+            ["megatron", "torch._dynamo", "sympy", "triton", "cutlass"],
+            marks=pytest.mark.extras,
+        ),
         (TRAIN, [*TINY, "data=synthetic", "run.steps=2"], ["torch._dynamo", "torch._inductor"]),
     ],
     ids=["kernels", "dry run", "run"],
