@@ -124,7 +124,8 @@ def _copied[T](section: T) -> T:
     new = object.__new__(type(section))
     values = vars(new)
     values.update(vars(section))
-    inner, lists = _parts(type(section))
+    kind: type = type(section)
+    inner, lists = _parts(kind)
     for name in inner:
         values[name] = _copied(values[name])
     for name in lists:

@@ -126,8 +126,8 @@ def _at_once(cfg: Config, world: int, rows: int | None) -> list[StageMemory]:
             weights=weights[i],
             cached=cached[i] + copies[i] + scratch,
             saved=in_flight_bytes(cfg, world, i, [c.saved for c in held]),
-            backward=_backward(layers := frozenset().union(*(c.layers for c in held)), head),
-            validation=_validation(cfg, layers),
+            backward=_backward(kinds := frozenset().union(*(c.layers for c in held)), head),
+            validation=_validation(cfg, kinds),
             host=in_flight_bytes(cfg, world, i, [c.offloaded for c in held]),
         )
         for i, held in enumerate(stages)
