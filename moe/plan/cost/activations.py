@@ -7,6 +7,7 @@ Legend: T tokens of a rank before sequence parallelism splits them, N received t
 rows, L experts of a rank, D hidden, F expert width, H = 2F if gated.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
@@ -43,6 +44,7 @@ from phalanx.moe.saved_tensors import (
     saves_fp8_inputs,
 )
 from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.costs import TransportCosts
 
 
 @remembered("model", *GROUPS, "data.sequence_length", "kernels")
@@ -101,9 +103,13 @@ class Activations:
 
     def __init__(self, cfg: Config, world: int, rows: int | None = None) -> None:
         self._cfg, self._world = cfg, world
-        self.sizes, self._sent = sizes(cfg, world), costs(cfg, world)
+        self.sizes = sizes(cfg, world)
         if rows is not None:
             self.sizes = replace(self.sizes, rows=rows)
+
+    @functools.cached_property
+    def _sent(self) -> TransportCosts:
+        return costs(self._cfg, self._world)
 
     def per_layer_kind(self) -> dict[LayerKind, LayerMemory]:
         """Memory of a layer of every kind that the model has."""
