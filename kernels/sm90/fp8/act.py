@@ -228,11 +228,9 @@ class BlockStore(RowStore):
 
     def __post_init__(self) -> None:
         # Channels behind the last whole block of a tile would not be stored.
-        parts = self.epilogue.product_parts
-        if self.loop is not None and self.loop.columns // parts % BLOCK:
-            raise ValueError(
-                f"a tile of {self.loop.columns} columns has no whole blocks of {BLOCK} channels"
-            )
+        loop = self.loop
+        if loop is not None and loop.columns // self.epilogue.product_parts % BLOCK:
+            raise ValueError(f"a tile of {loop.columns} columns has no whole blocks of {BLOCK}")
 
     @property
     def strips(self) -> Strips:

@@ -94,10 +94,8 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             yield DgradKernel, GemmConfig(grad, loop)
             if gather and act not in OTHERS:
                 yield DgradKernel, GemmConfig(grad, loop, waits=True)
-    for rows_format, scaled in product(("e4m3", "e5m2"), EITHER):
-        for fp32_out, add in product(EITHER, EITHER):
-            config = BiasGradConfig(fp32_out, add, scaled, scaled, rows_format=rows_format)
-            yield BiasGradKernel, config
+    for rows_format, scaled, fp32, add in product(("e4m3", "e5m2"), EITHER, EITHER, EITHER):
+        yield BiasGradKernel, BiasGradConfig(fp32, add, scaled, scaled, rows_format=rows_format)
     for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
         math = Fp8Contraction(columns, rows_format)
         for fp32_out, add, ordered in product(EITHER, EITHER, EITHER):
