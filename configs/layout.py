@@ -18,6 +18,7 @@ from phalanx.configs.knobs import changed, copied, get, pluralize, repair
 from phalanx.configs.remembered import STAGES, remembered
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.capabilities import ZERO3
 from phalanx.configs.tables.transports import (
     MAX_REPLICATED_EXPERTS,
     MAX_REPLICATION_RANKS,
@@ -430,6 +431,8 @@ def not_overlappable(cfg: Config) -> str | None:
         return f"parallel.expert_replication={p.expert_replication} has one communicator for both"
     if cfg.run.offload:
         return "run.offload has host buffers for one micro-batch"
+    if p.distributed_optimizer == ZERO3:
+        return f"parallel.distributed_optimizer={ZERO3} has buffers of layers for one pass"
     return None
 
 

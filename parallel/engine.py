@@ -29,14 +29,14 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
-from phalanx.configs.tables.capabilities import OVERLAP
+from phalanx.configs.tables.capabilities import OVERLAP, SHARDED, ZERO3
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.elementwise.sums import square_sum
 from phalanx.kernels.expert_mlp import fp8
 from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, patches
-from phalanx.parallel.megatron.param_gather import ParamGather, gather_once
+from phalanx.parallel.megatron.param_gather import gather_once
 from phalanx.parallel.megatron.updated import Averages, Factors, after_updates, parts
 
 type RunUpdate = Callable[[Hashable, Callable[[], None], Callable[[], None]], None]
@@ -74,16 +74,17 @@ class Engine:
         self.config = config
         self._wgrads = wgrads
         self.modules = list(chunks)
-        setup: adam.Setup = resolve_name(OPTIMIZERS[optim.kind].implementation)(optim, config)
+        sharded = parallel.distributed_optimizer
+        kind = SHARDED["setup"] if sharded == ZERO3 else OPTIMIZERS[optim.kind].implementation
+        setup: adam.Setup = resolve_name(kind)(optim, config)
         for chunk in self.modules:
             setup.mark(chunk)
         wrapped = [Float16Module(config, c) if config.bf16 else c for c in chunks]
-        sharded = parallel.distributed_optimizer
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=parallel.grad_dtype == "fp32",
             overlap_grad_reduce=parallel.overlap,
-            overlap_param_gather=parallel.overlap and sharded,
-            use_distributed_optimizer=sharded,
+            overlap_param_gather=parallel.overlap and bool(sharded),
+            use_distributed_optimizer=bool(sharded),
             check_for_nan_in_grad=False,
         )
         self.chunks = []
@@ -111,7 +112,7 @@ class Engine:
             clip_grad=optim.clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=sharded,
+            use_distributed_optimizer=bool(sharded),
             overlap_param_gather=ddp.overlap_param_gather,
         )
         if config.bf16 and sharded and optim.moments == "bf16":
@@ -130,7 +131,7 @@ class Engine:
             use_gloo_process_groups=False,
         )
         setup.built(self.optimizer)
-        self._gather = ParamGather(self.chunks if ddp.overlap_param_gather else [])
+        self._gather = setup.gather(self.chunks if ddp.overlap_param_gather else [])
         if sharded and not ddp.overlap_param_gather:
             gather_once(self.optimizer)
         self._averages = Averages(self.optimizer, optim.ema) if optim.ema else None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from phalanx.configs.fields import knob
+from phalanx.configs.tables.capabilities import ZERO3
 from phalanx.configs.tables.transports import TRANSPORTS
 
 
@@ -77,8 +78,12 @@ class ParallelConfig:
     save where ranks are nearly even. A number of slots works with `symm` and `alltoall`, and with
     `hier` in each node by itself. `save_x=keep` keeps the replicas' weights.
     """
-    distributed_optimizer: bool = True
-    """Shard the optimizer state over the data-parallel ranks."""
+    distributed_optimizer: bool | str = knob(True, choices=(ZERO3,))
+    """Shard the optimizer state over the data-parallel ranks; `zero3` shards layers too.
+
+    With `zero3` a rank keeps its shard of the layers' weights and gradients. Weights are gathered a
+    layer ahead, gradients summed after each micro-batch (docs/memory.md).
+    """
     overlap: bool = True
     """Overlap gradient reduction and parameter gathering with computation."""
     delay_wgrad: str = knob("auto", choices=("auto", "on", "off", "pairs"))

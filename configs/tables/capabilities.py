@@ -47,6 +47,15 @@ OVERLAP = OverlapParts(
 )
 
 
+ZERO3 = "zero3"
+"""Value of `parallel.distributed_optimizer` for sharded parameters, which have these parts."""
+SHARDED = {
+    "problems": "phalanx.extras.sharded_params.problems:problems",
+    "setup": "phalanx.extras.sharded_params.setup:ShardedSetup",
+    "spared": "phalanx.extras.sharded_params.estimate:spared",
+}
+
+
 PHASES = {
     "configurations": "phalanx.extras.phases.configurations:configurations",
     "present": "phalanx.extras.phases.walk:present",

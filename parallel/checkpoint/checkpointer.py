@@ -34,6 +34,7 @@ from phalanx.parallel.checkpoint import start as run_start
 from phalanx.parallel.checkpoint.model_state import (
     check_fit,
     parameters_gathered,
+    parameters_whole,
     restore,
     sharded_state,
 )
@@ -339,21 +340,22 @@ class Checkpointer:
         if ignored := understood(saved["common"].get("config", {})).ignored_note():
             warn(f"{path}: {ignored}")
         bare = bool(saved["common"].get("weights_only"))  # imported, or averaged (moe.hf)
-        state = sharded_state(model, self._dp_cp_group)
-        optimizers = None
-        if optimizer is not None and not bare:
-            stored = metadata.state_dict_metadata
-            check_kind(optimizer, stored, path)
-            optimizers = OptimizerState(optimizer, dict(state), stored)
-            state["optimizer"] = optimizers.shards
-        check_fit(state, metadata, path)
-        states, loaded = self._read(path, state, 0 if bare else record.world, metadata)
-        restore(model, loaded)
-        if optimizers is not None:
-            optimizers.write_back()
-            set_step_count(optimizer, saved["optimizer_steps"])
-        elif optimizer is not None:
-            begin_anew(optimizer)
+        with parameters_whole(model):
+            state = sharded_state(model, self._dp_cp_group)
+            optimizers = None
+            if optimizer is not None and not bare:
+                stored = metadata.state_dict_metadata
+                check_kind(optimizer, stored, path)
+                optimizers = OptimizerState(optimizer, dict(state), stored)
+                state["optimizer"] = optimizers.shards
+            check_fit(state, metadata, path)
+            states, loaded = self._read(path, state, 0 if bare else record.world, metadata)
+            restore(model, loaded)
+            if optimizers is not None:
+                optimizers.write_back()
+                set_step_count(optimizer, saved["optimizer_steps"])
+            elif optimizer is not None:
+                begin_anew(optimizer)
         if scheduler is not None:
             scheduler.num_steps = 0
             scheduler.step(0 if bare else saved["scheduler_steps"])

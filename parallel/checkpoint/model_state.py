@@ -4,7 +4,7 @@ Keys are of the model, not of the layout: layers may move between pipeline stage
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,10 +62,20 @@ def parameters_gathered(model: Sequence[torch.nn.Module]) -> Iterator[None]:
     for chunk in overlapped:
         chunk.disable_forward_pre_hook()
     try:
-        yield
+        with parameters_whole(model):
+            yield
     finally:
         for chunk in overlapped:
             chunk.enable_forward_pre_hook()
+
+
+@contextmanager
+def parameters_whole(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, sharded parameters are whole; the shards keep what they have become. Collective."""
+    with ExitStack() as stack:
+        for chunk in model:
+            stack.enter_context(getattr(chunk, "whole_parameters", nullcontext)())
+        yield
 
 
 def check_fit(state: dict[str, Any], metadata: Metadata, path: Place) -> None:

@@ -7,17 +7,18 @@ tensor among all parameters, which then counts once per parameter: a resumed run
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig
 from phalanx.kernels.elementwise.adam import Update, update_
+from phalanx.parallel.megatron.param_gather import ParamGather
 
 _FUSED_ADAM_ONLY = {
     *("exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "master_weight_dtype"),
@@ -207,6 +208,9 @@ class Setup:
         return {}
 
     def built(self, optimizer: Any) -> None: ...
+
+    def gather(self, chunks: Sequence[DistributedDataParallel]) -> ParamGather:
+        return ParamGather(chunks)
 
 
 def install(

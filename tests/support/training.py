@@ -175,16 +175,18 @@ def _left(trainer: Any) -> dict[str, str]:
 
     from phalanx.moe.router.balance import routers
     from phalanx.parallel import random_states as rng
-    from phalanx.parallel.checkpoint.model_state import sharded_state
+    from phalanx.parallel.checkpoint.model_state import parameters_whole, sharded_state
     from phalanx.parallel.checkpoint.optimizer_state import OptimizerState
 
     engine = trainer.job.engine
     scalers = MoEAuxLossAutoScaler, MTPLossAutoScaler
     buffers = [b for c in engine.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
-    state = sharded_state(engine.chunks, trainer.job.groups.pg.dp_cp)
-    pieces = OptimizerState(engine.optimizer, state).shards.values()
+    with parameters_whole(engine.chunks):
+        state = sharded_state(engine.chunks, trainer.job.groups.pg.dp_cp)
+        pieces = OptimizerState(engine.optimizer, state).shards.values()
+        parameters = [p.detach().clone() for m in engine.modules for p in m.parameters()]
     left = {
-        "parameters": [p for module in engine.modules for p in module.parameters()],
+        "parameters": parameters,
         "gradients": [buffer.grad_data for buffer in buffers],
         "optimizer": [piece.data for piece in pieces],
         "routers": [b for router in routers(engine.modules) for b in router.buffers()],

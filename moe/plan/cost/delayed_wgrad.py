@@ -18,6 +18,7 @@ from phalanx.configs.layout import expert_parallel_size, micro_batches, replica_
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.capabilities import ZERO3
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.tables.transports import TRANSPORTS
@@ -141,6 +142,8 @@ def pairs_refusal(cfg: Config, world: int) -> str:
         return f"parallel.dispatch={cfg.parallel.dispatch} reuses its buffers of expert rows"
     if replica_slots(cfg, world):
         return "gradients of replicas are sent"
+    if cfg.parallel.distributed_optimizer == ZERO3:
+        return f"parallel.distributed_optimizer={ZERO3} sums them after each micro-batch"
     return ""
 
 

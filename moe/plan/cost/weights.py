@@ -37,6 +37,7 @@ from phalanx.configs.remembered import SHARDS, STAGES, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.capabilities import SHARDED, ZERO3
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 
@@ -85,6 +86,7 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
     held: list[list[Chunk]] = [[] for _ in stages]
+    layers: list[list[tuple[int, int]]] = [[] for _ in stages]
     all_layers = parameters(cfg.model)
     known: dict[tuple[object, ...], tuple[int, int]] = {}
     for chunk in chunks(cfg):
@@ -95,9 +97,11 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
         stages[chunk.stage][0] += dense
         stages[chunk.stage][1] += expert
         held[chunk.stage].append(chunk)
+        alone = (Chunk(chunk.stage, "t", (kind,)) for kind in chunk.kinds)
+        layers[chunk.stage] += (_in_chunk(cfg, world, each, all_layers) for each in alone)
     return [
-        _weights(cfg, world, dense, expert, _whole_updates(cfg, world, of_stage))
-        for (dense, expert), of_stage in zip(stages, held, strict=True)
+        _weights(cfg, world, dense, expert, _whole_updates(cfg, world, of_stage), of_layers)
+        for (dense, expert), of_stage, of_layers in zip(stages, held, layers, strict=True)
     ]
 
 
@@ -234,8 +238,17 @@ def _whole_updates(cfg: Config, world: int, held: list[Chunk]) -> WholeUpdates:
     return cast(WholeUpdates, resolve_name(path)(cfg, world, held)) if path else WholeUpdates()
 
 
-def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdates) -> Weights:
-    p = cfg.parallel
+def _weights(
+    cfg: Config,
+    world: int,
+    dense: int,
+    expert: int,
+    whole: WholeUpdates,
+    layers: list[tuple[int, int]],
+) -> Weights:
+    p, spared = cfg.parallel, (0, 0)
+    if p.distributed_optimizer == ZERO3:
+        spared = resolve_name(SHARDED["spared"])(cfg, world, layers)
     elements = dense + expert
     grad = grad_width(cfg)
     moments = OPTIMIZERS[cfg.optim.kind].moments
@@ -253,8 +266,8 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdat
     return Weights(
         dense,
         expert,
-        parameter_bytes=elements * width(cfg),
-        gradient_bytes=elements * grad,
+        parameter_bytes=elements * width(cfg) - spared[0],
+        gradient_bytes=elements * grad - spared[1],
         whole=whole,
         padding_bytes=padding,
         optimizer_bytes=state,

@@ -1,0 +1,163 @@
+"""Buffers of whole layers, which the layers of a rank take in turn.
+
+A `Unit` is what one layer has of one kind of parameters: of experts, or of all else. This rank
+keeps its shard of the weights and of the sums of gradients. To compute, a unit has a place in one
+of two buffers, always the same: weights are gathered there before each pass, gradients of a
+micro-batch are written there and then summed over ranks into the shards. Addresses never change, so
+that CUDA graphs, and tensors that autograd has saved, stay right; autograd sees none of the writes.
+
+Collectives wait for the work of the current stream and run beside what follows. So a gather that
+is started when a layer begins finds the buffer free (the layer before has been computed), and has
+that layer's time to arrive. A sum is started when a layer's gradients are complete, and waited for
+when its buffer is needed again, a layer later.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp import main_grad
+
+PLACES = 2
+"""Buffers of a ring: one to compute with, one that is filled or sent meanwhile."""
+
+
+class Unit:
+    """Parameters of one layer and kind; `ring.place` allocates, `parallel` sizes are the ring's."""
+
+    def __init__(self, ring: "Ring", number: int, parameters: Sequence[Tensor]) -> None:
+        self.ring, self.number, self.parameters = ring, number, parameters
+        # Megatron-Core's order and alignment within a bucket.
+        self.layout = DistributedOptimizer._compute_per_buffer_param_layout(
+            list(parameters), None, ring.ranks, DistributedDataParallelConfig()
+        )
+        ((_, self.size),) = self.layout.bucket_indices
+        self.weights = self.grads = torch.empty(0)  # this rank's shards
+        self.fresh = True  # no gradient of this step is in `grads`
+        self.replaces = False  # the first gradient of each parameter overwrites the buffer
+
+    @property
+    def shard_size(self) -> int:
+        return self.size // self.ring.ranks
+
+    def own(self, parameter: Tensor) -> tuple[slice, slice]:
+        """Elements of a flattened parameter that this rank has, and their place in its shards."""
+        start, stop, _ = self.layout.param_index_map[parameter]
+        first = self.ring.rank * self.shard_size
+        begin = min(max(start, first), stop)
+        end = max(min(stop, first + self.shard_size), begin)
+        return slice(begin - start, end - start), slice(begin - first, end - first)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy this rank's elements of the parameters to its shard of the weights."""
+        for parameter in self.parameters:
+            here, there = self.own(parameter)
+            self.weights[there].copy_(parameter.detach().view(-1)[here])
+
+    @property
+    def whole_weights(self) -> Tensor:
+        return self.ring.weights[self.number % PLACES][: self.size]
+
+    @property
+    def whole_grads(self) -> Tensor:
+        return self.ring.grads[self.number % PLACES][: self.size]
+
+
+class Ring:
+    """Units of one kind in the order of forward passes, over the ranks that have the same."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.rank, self.ranks = group, group.rank(), group.size()
+        self.units: list[Unit] = []
+        self.weights: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        self._held: list[Unit | None] = [None] * PLACES  # whose weights are there, or on their way
+        self._arriving: list[Any] = [None] * PLACES
+        self._leaving: list[tuple[Any, Unit, Tensor] | None] = [None] * PLACES
+        # Gathers of gloo (PyTorch 2.11) at the same time corrupt each other.
+        self._waits = dist.get_backend(group) == "gloo"
+
+    def add(self, parameters: Sequence[Tensor]) -> Unit:
+        self.units.append(Unit(self, len(self.units), parameters))
+        return self.units[-1]
+
+    def allocate(self, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the buffers at the first call, when all units are known."""
+        if self.weights:
+            assert self.weights[0].dtype == dtype
+            return
+        for i in range(min(PLACES, len(self.units))):
+            size = max(unit.size for unit in self.units[i::PLACES])
+            self.weights.append(torch.zeros(size, dtype=dtype, device=device))
+            self.grads.append(torch.zeros(size, dtype=grad_dtype, device=device))
+
+    def fetch(self, number: int) -> None:
+        """Start to gather a unit, unless it is there or no such unit exists."""
+        if not 0 <= number < len(self.units):
+            return
+        unit, i = self.units[number], number % PLACES
+        if self._held[i] is unit:
+            return
+        self._arrived(i)
+        self._held[i] = unit
+        self._arriving[i] = dist.all_gather_into_tensor(
+            unit.whole_weights, unit.weights, group=self._group, async_op=True
+        )
+        if self._waits:
+            self._arrived(i)
+
+    def need(self, number: int) -> None:
+        """Gather a unit before the current stream goes on."""
+        self.fetch(number)
+        self._arrived(number % PLACES)
+
+    def open(self, unit: Unit) -> None:
+        """Make room for the gradients of a micro-batch."""
+        self._summed(unit.number % PLACES)
+        if unit.replaces:
+            main_grad.replace_next(unit.parameters)
+        else:
+            unit.whole_grads.zero_()
+
+    def reduce(self, unit: Unit) -> None:
+        """Start to sum the gradients of a micro-batch over ranks, into the shard."""
+        out = unit.grads if unit.fresh else torch.empty_like(unit.grads)
+        unit.fresh = False
+        work = dist.reduce_scatter_tensor(out, unit.whole_grads, group=self._group, async_op=True)
+        self._leaving[unit.number % PLACES] = work, unit, out
+        if self._waits:
+            self._summed(unit.number % PLACES)
+
+    def finish(self) -> None:
+        """Wait for all that is on its way."""
+        for i in range(PLACES):
+            self._arrived(i)
+            self._summed(i)
+
+    def forget(self) -> None:
+        """Have all units gathered anew, as after an update."""
+        self._held = [None] * PLACES
+
+    def abandon(self) -> None:
+        self._arriving, self._leaving = [None] * PLACES, [None] * PLACES
+        self.forget()
+
+    def _arrived(self, i: int) -> None:
+        if (work := self._arriving[i]) is not None:
+            self._arriving[i] = None
+            work.wait()
+
+    def _summed(self, i: int) -> None:
+        if (sent := self._leaving[i]) is None:
+            return
+        self._leaving[i] = None
+        work, unit, out = sent
+        work.wait()
+        if out is not unit.grads:
+            unit.grads.add_(out)
