@@ -1,4 +1,8 @@
-"""Gathering of what is not sharded, by Megatron-Core, and of rings, from step to step."""
+"""Gathering of what is not sharded, by Megatron-Core, and of rings, from step to step.
+
+The host notes which layers are in a ring, and replays of a graph note nothing. So each pass of a
+step or validation begins without notes.
+"""
 
 from collections.abc import Sequence
 
@@ -9,7 +13,7 @@ from phalanx.parallel.megatron.param_gather import ParamGather
 
 
 class ShardedGather(ParamGather):
-    """Where the last step, or a graph that the host takes no note of, has left the rings."""
+    """That of the engine, and of the rings; see there."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], rings: Sequence[Ring]) -> None:
         super().__init__(chunks)
@@ -18,6 +22,7 @@ class ShardedGather(ParamGather):
     def begin(self) -> None:
         super().begin()
         for ring in self._rings:
+            ring.forget()
             for number in range(PLACES):
                 ring.fetch(number)
 
@@ -25,11 +30,6 @@ class ShardedGather(ParamGather):
         super().end()
         for ring in self._rings:
             ring.finish()
-
-    def invalidate(self) -> None:
-        super().invalidate()
-        for ring in self._rings:
-            ring.forget()
 
     def abandon(self) -> None:
         for ring in self._rings:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from phalanx.extras.sharded_params.ring import Unit
@@ -18,8 +17,8 @@ class _InBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
         ctx.call = call
-        # Pipeline schedules free what a stage returns, which they cannot do to a view.
-        out: Tensor = make_viewless_tensor(x, requires_grad=False, keep_graph=False)
+        out = x.new_empty(0)
+        out.data = x.data  # no view, as pipeline schedules free what a stage returns
         return out
 
     @staticmethod

@@ -141,7 +141,7 @@ class Ring:
             self._summed(i)
 
     def forget(self) -> None:
-        """Have all units gathered anew, as after an update."""
+        """Have all units gathered anew, as after an update or replays of a graph."""
         self._held = [None] * PLACES
 
     def abandon(self) -> None:

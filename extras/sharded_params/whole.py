@@ -26,6 +26,7 @@ class WholeParameters:
     @contextmanager
     def context(self) -> Iterator[None]:
         for unit in self._units:
+            unit.ring.forget()
             unit.ring.need(unit.number)
             for p in unit.parameters:
                 self._places[p] = p.data
@@ -37,8 +38,6 @@ class WholeParameters:
             for p, place in self._places.items():
                 p.data = place
             self._places.clear()
-            for unit in self._units:
-                unit.ring.forget()
 
     def _keep(self) -> None:
         if self._places:

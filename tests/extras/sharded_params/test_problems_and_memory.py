@@ -1,0 +1,75 @@
+"""What sharded parameters refuse, and the bytes that they take."""
+
+import pytest
+
+from phalanx.configs.load import load
+from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.plan.cost.weights import stage_weights
+from tests.support.distributed import run_distributed
+
+ZERO3 = "parallel.distributed_optimizer=zero3"
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("optim.kind=muon", "set parallel.distributed_optimizer=true"),
+        ("kernels=megatron", "set parallel.distributed_optimizer=true"),
+        ("parallel.overlap=false", "set parallel.overlap=true"),
+        ("parallel.overlap_microbatches=on", "set parallel.overlap_microbatches=auto"),
+        ("parallel.expert_replication=2", "set parallel.expert_replication=0"),
+        ("optim.ema=0.9", "set optim.ema=0"),
+        ("parallel.distributed_optimizer=zero2", "set parallel.distributed_optimizer=zero3"),
+    ],
+)
+def test_one_line_names_what_fixes_it(override: str, fix: str) -> None:
+    cfg = load(["model=tiny", "run.device=cpu", ZERO3, override])
+    with pytest.raises(ConfigError) as error:
+        validate(cfg, 2)
+    (line,) = str(error.value).split("\n")
+    assert line.endswith(fix), line
+
+
+def _held(overrides: list[str]) -> tuple[int, int]:
+    """Bytes of weights and of gradients on this rank: distinct storages."""
+    from phalanx.moe.run.setup import setup
+    from phalanx.parallel.runtime import start
+
+    cfg = load(overrides)
+    job = setup(cfg, start(seed=1, timeout=60, deterministic=False))
+    parameters = [p for module in job.engine.modules for p in module.parameters()]
+    found = []
+    for kind in ("param_data", "grad_data"):
+        tensors = [p.main_grad if kind == "grad_data" else p.data for p in parameters]
+        for chunk in job.engine.chunks:
+            buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+            tensors += [getattr(buffer, kind) for buffer in buffers]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        found.append(sum(storage.nbytes() for storage in storages.values()))
+    return found[0], found[1]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("more", [["parallel.expert=1"], ["parallel.expert=2"]])
+def test_a_rank_has_the_bytes_of_the_estimate(more: list[str]) -> None:
+    """Within a part in a hundred: it does not know of padding, and shards vectors too."""
+    overrides = ["model=tiny_deepseek", "model.layers=6", "model.hidden=128", "run.device=cpu"]
+    overrides += ["precision=bf16", "data.global_batch=8", "data.micro_batch=4", *more]
+    cfg = load([*overrides, "parallel.world_size=2", "kernels.backend=torch", ZERO3])
+    (estimate,) = stage_weights(cfg, 2)
+    plain = load([*overrides, "parallel.world_size=2", "kernels.backend=torch"])
+    (unsharded,) = stage_weights(plain, 2)
+    for weights, grads in run_distributed(_held, 2, [*overrides, ZERO3]):
+        assert weights == pytest.approx(estimate.parameter_bytes, rel=0.01)
+        assert grads == pytest.approx(estimate.gradient_bytes, rel=0.01)
+        assert weights < unsharded.parameter_bytes and grads < unsharded.gradient_bytes
+
+
+def test_a_large_model_needs_a_small_part_of_the_memory_and_more_time() -> None:
+    experiment = ["experiment=moonlight_8gpu", "parallel.expert=1", "run.machine=h200"]
+    experiment += ["kernels.backend=fused", "parallel.dispatch=local", "kernels.attention=fa4"]
+    plain, sharded = load(experiment), load([*experiment, ZERO3])
+    (whole,), (part,) = stage_weights(plain, 8), stage_weights(sharded, 8)
+    assert part.parameter_bytes < 0.35 * whole.parameter_bytes
+    assert part.gradient_bytes < 0.35 * whole.gradient_bytes
+    assert part.optimizer_bytes == whole.optimizer_bytes
