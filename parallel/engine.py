@@ -237,7 +237,7 @@ class Engine:
         """
         self.optimizer.prepare_grads()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for part in self._parts():
+        for part in parts(self.optimizer):
             if grads := part.get_grads_for_grad_norm():
                 # Ranks outside the group hold copies of the same gradients.
                 copies = dist.get_world_size() / part.get_grad_stats_parallel_group().size()
@@ -291,9 +291,6 @@ class Engine:
     def _prepare(self) -> None:
         for part in parts(self.optimizer):
             part.optimizer.prepare()
-
-    def _parts(self) -> list[Any]:
-        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def train(self) -> None:
         for chunk in self.chunks:

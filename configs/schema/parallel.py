@@ -79,11 +79,7 @@ class ParallelConfig:
     `hier` in each node by itself. `save_x=keep` keeps the replicas' weights.
     """
     distributed_optimizer: bool | str = knob(True, choices=(ZERO3,))
-    """Shard the optimizer state over the data-parallel ranks; `zero3` shards layers too.
-
-    With `zero3` a rank keeps its shard of the layers' weights and gradients. Weights are gathered a
-    layer ahead, gradients summed after each micro-batch (docs/memory.md).
-    """
+    """Shard the optimizer state over data-parallel ranks; `zero3`: layers too (docs/memory.md)."""
     overlap: bool = True
     """Overlap gradient reduction and parameter gathering with computation."""
     delay_wgrad: str = knob("auto", choices=("auto", "on", "off", "pairs"))

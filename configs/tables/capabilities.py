@@ -52,7 +52,7 @@ ZERO3 = "zero3"
 SHARDED = {
     "problems": "phalanx.extras.sharded_params.problems:problems",
     "setup": "phalanx.extras.sharded_params.setup:ShardedSetup",
-    "spared": "phalanx.extras.sharded_params.estimate:spared",
+    "weights": "phalanx.extras.sharded_params.estimate:sharded",
 }
 
 

@@ -12,6 +12,7 @@ from phalanx.configs.knobs import Changes, changed, get, overrides
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.capabilities import ZERO3
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.extras.planner.memory_options import cheapest
@@ -119,7 +120,7 @@ def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:
     p, d = cfg.parallel, cfg.data
     even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
     yield [{"data.micro_batch": size} for size in halvings(d.micro_batch)]
-    yield [{"parallel.distributed_optimizer": True}]
+    yield [{"parallel.distributed_optimizer": kind} for kind in (True, ZERO3)]
     if p.delay_wgrad != "off":
         yield [{"parallel.delay_wgrad": "off"}]
     yield [{"parallel.grad_dtype": "bf16"}]

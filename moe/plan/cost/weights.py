@@ -86,23 +86,24 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
     held: list[list[Chunk]] = [[] for _ in stages]
-    layers: list[list[tuple[int, int]]] = [[] for _ in stages]
     all_layers = parameters(cfg.model)
     known: dict[tuple[object, ...], tuple[int, int]] = {}
     for chunk in chunks(cfg):
         alike = chunk[1:]
         if alike not in known:
-            known[alike] = _in_chunk(cfg, world, chunk, all_layers)
+            known[alike] = in_chunk(cfg, world, chunk, all_layers)
         dense, expert = known[alike]
         stages[chunk.stage][0] += dense
         stages[chunk.stage][1] += expert
         held[chunk.stage].append(chunk)
-        alone = (Chunk(chunk.stage, "t", (kind,)) for kind in chunk.kinds)
-        layers[chunk.stage] += (_in_chunk(cfg, world, each, all_layers) for each in alone)
-    return [
-        _weights(cfg, world, dense, expert, _whole_updates(cfg, world, of_stage), of_layers)
-        for (dense, expert), of_stage, of_layers in zip(stages, held, layers, strict=True)
+    found = [
+        _weights(cfg, world, dense, expert, _whole_updates(cfg, world, of_stage))
+        for (dense, expert), of_stage in zip(stages, held, strict=True)
     ]
+    if cfg.parallel.distributed_optimizer == ZERO3:
+        sharded = resolve_name(SHARDED["weights"])
+        return [sharded(cfg, world, *each) for each in zip(found, held, strict=True)]
+    return found
 
 
 def checkpoint_bytes(cfg: Config) -> int:
@@ -200,7 +201,7 @@ def _kinds(cfg: Config, layers: list[int]) -> list[LayerKind]:
     return found
 
 
-def _in_chunk(cfg: Config, world: int, chunk: Chunk, p: Parameters) -> tuple[int, int]:
+def in_chunk(cfg: Config, world: int, chunk: Chunk, p: Parameters) -> tuple[int, int]:
     """(dense, expert) parameters of a rank in one chunk; `p` has those of all layers."""
     m, tensor = cfg.model, cfg.parallel.tensor
     h, bias = m.hidden, int(m.bias)
@@ -238,17 +239,8 @@ def _whole_updates(cfg: Config, world: int, held: list[Chunk]) -> WholeUpdates:
     return cast(WholeUpdates, resolve_name(path)(cfg, world, held)) if path else WholeUpdates()
 
 
-def _weights(
-    cfg: Config,
-    world: int,
-    dense: int,
-    expert: int,
-    whole: WholeUpdates,
-    layers: list[tuple[int, int]],
-) -> Weights:
-    p, spared = cfg.parallel, (0, 0)
-    if p.distributed_optimizer == ZERO3:
-        spared = resolve_name(SHARDED["spared"])(cfg, world, layers)
+def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdates) -> Weights:
+    p = cfg.parallel
     elements = dense + expert
     grad = grad_width(cfg)
     moments = OPTIMIZERS[cfg.optim.kind].moments
@@ -266,8 +258,8 @@ def _weights(
     return Weights(
         dense,
         expert,
-        parameter_bytes=elements * width(cfg) - spared[0],
-        gradient_bytes=elements * grad - spared[1],
+        parameter_bytes=elements * width(cfg),
+        gradient_bytes=elements * grad,
         whole=whole,
         padding_bytes=padding,
         optimizer_bytes=state,
