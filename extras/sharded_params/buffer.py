@@ -18,7 +18,7 @@ from phalanx.extras.sharded_params.ring import Unit
 
 
 class ShardedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
-    """Of parameters that all have a unit; other arguments are Megatron-Core's."""
+    """A buffer of parameters that all have a unit; other arguments are Megatron-Core's."""
 
     def __init__(self, unit_of: Mapping[Tensor, Unit], *args: Any, **named: Any) -> None:
         _, dtype, grad_dtype, named_parameters, *_ = args

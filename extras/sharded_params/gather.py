@@ -13,7 +13,7 @@ from phalanx.parallel.megatron.param_gather import ParamGather
 
 
 class ShardedGather(ParamGather):
-    """That of the engine, and of the rings; see there."""
+    """Gathering of chunks, some of whose parameters are in rings."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], rings: Sequence[Ring]) -> None:
         super().__init__(chunks)

@@ -1,4 +1,4 @@
-"""What sharded parameters do not go with, each with the override that fixes it."""
+"""Settings that sharded parameters do not go with, each with the override that fixes it."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What sharded parameters refuse, and the bytes that they take."""
+"""Refusals of sharded parameters, and the bytes that they take."""
 
 import pytest
 

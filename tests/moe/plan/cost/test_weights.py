@@ -38,11 +38,12 @@ def _built(cfg: Config, runtime: Any) -> dict[str, int]:
     import torch
 
     from phalanx.moe.run.setup import setup
+    from phalanx.parallel.megatron.updated import parts
 
     job = setup(cfg, runtime)
     params = [p for chunk in job.engine.modules for p in chunk.parameters()]
     state = 0
-    for part in job.engine._parts():
+    for part in parts(job.engine.optimizer):
         for group in part.optimizer.param_groups:
             for p in group["params"]:
                 p.decoupled_grad = torch.zeros_like(p)
