@@ -431,8 +431,8 @@ def not_overlappable(cfg: Config) -> str | None:
         return f"parallel.expert_replication={p.expert_replication} has one communicator for both"
     if cfg.run.offload:
         return "run.offload has host buffers for one micro-batch"
-    if p.distributed_optimizer == ZERO3:
-        return f"parallel.distributed_optimizer={ZERO3} has buffers of layers for one pass"
+    if p.distributed_optimizer in ZERO3:
+        return f"distributed_optimizer={p.distributed_optimizer} has buffers of layers for one pass"
     return None
 
 

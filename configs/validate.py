@@ -42,7 +42,7 @@ from phalanx.configs.tables.backends import (
     expert_backend,
     norm_backend,
 )
-from phalanx.configs.tables.capabilities import SHARDED, ZERO3
+from phalanx.configs.tables.capabilities import SHARDED_PROBLEMS, ZERO3
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.machines import MACHINES, machine_named
 from phalanx.configs.tables.optimizers import OPTIMIZERS
@@ -375,8 +375,8 @@ def _exchange(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "parallel.comm_sms", reason, "auto")
     if p.overlap_microbatches == "on" and (refusal := not_overlappable(cfg)):
         yield repair(cfg, "parallel.overlap_microbatches", f"cannot run: {refusal}", "auto")
-    if p.distributed_optimizer == ZERO3:
-        yield from resolve_name(SHARDED["problems"])(cfg)
+    if p.distributed_optimizer in ZERO3:
+        yield from resolve_name(SHARDED_PROBLEMS)(cfg)
 
 
 def _optim(cfg: Config) -> Iterator[str]:

@@ -29,7 +29,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
-from phalanx.configs.tables.capabilities import OVERLAP, SHARDED, ZERO3
+from phalanx.configs.tables.capabilities import OVERLAP, ZERO3
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.elementwise.sums import square_sum
@@ -75,7 +75,7 @@ class Engine:
         self._wgrads = wgrads
         self.modules = list(chunks)
         sharded = parallel.distributed_optimizer
-        kind = SHARDED["setup"] if sharded == ZERO3 else OPTIMIZERS[optim.kind].implementation
+        kind = ZERO3.get(str(sharded), OPTIMIZERS[optim.kind].implementation)
         setup: adam.Setup = resolve_name(kind)(optim, config)
         for chunk in self.modules:
             setup.mark(chunk)

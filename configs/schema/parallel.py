@@ -79,7 +79,7 @@ class ParallelConfig:
     `hier` in each node by itself. `save_x=keep` keeps the replicas' weights.
     """
     distributed_optimizer: bool | str = knob(True, choices=(ZERO3,))
-    """Shard the optimizer state over data-parallel ranks; `zero3`: layers too (docs/memory.md)."""
+    """Shard optimizer states over data-parallel ranks, with `zero3` layers too (docs/memory.md)."""
     overlap: bool = True
     """Overlap gradient reduction and parameter gathering with computation."""
     delay_wgrad: str = knob("auto", choices=("auto", "on", "off", "pairs"))

@@ -47,13 +47,13 @@ OVERLAP = OverlapParts(
 )
 
 
-ZERO3 = "zero3"
-"""Value of `parallel.distributed_optimizer` for sharded parameters, which have these parts."""
-SHARDED = {
-    "problems": "phalanx.extras.sharded_params.problems:problems",
-    "setup": "phalanx.extras.sharded_params.setup:ShardedSetup",
-    "weights": "phalanx.extras.sharded_params.estimate:sharded",
+ZERO3 = {
+    "zero3": "phalanx.extras.sharded_params.setup:ShardedSetup",
+    "zero3_node": "phalanx.extras.sharded_params.setup:NodeShardedSetup",
 }
+"""Setups of engines with sharded parameters, by values of `parallel.distributed_optimizer`."""
+SHARDED_PROBLEMS = "phalanx.extras.sharded_params.problems:problems"  # `(cfg)`, of a valid kind
+SHARDED_WEIGHTS = "phalanx.extras.sharded_params.estimate:sharded"  # `(cfg, world, whole, chunks)`
 
 
 PHASES = {

@@ -120,7 +120,7 @@ def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:
     p, d = cfg.parallel, cfg.data
     even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
     yield [{"data.micro_batch": size} for size in halvings(d.micro_batch)]
-    yield [{"parallel.distributed_optimizer": kind} for kind in (True, ZERO3)]
+    yield [{"parallel.distributed_optimizer": kind} for kind in (True, *ZERO3)]
     if p.delay_wgrad != "off":
         yield [{"parallel.delay_wgrad": "off"}]
     yield [{"parallel.grad_dtype": "bf16"}]

@@ -14,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import BufferType, _ParamAn
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from torch import Tensor
 
-from phalanx.extras.sharded_params.ring import Unit
+from phalanx.extras.sharded_params.ring import Ring, Unit
 
 
 class ShardedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
@@ -29,7 +29,8 @@ class ShardedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
         weights = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
         grads = torch.zeros(sum(sizes), dtype=grad_dtype, device=parameters[0].device)
         shards = zip(self.units, weights.split(sizes), grads.split(sizes), strict=True)
-        for unit, unit.weights, unit.grads in shards:
+        for unit, own_weights, own_grads in shards:
+            unit.weights, unit.grads = own_weights, own_grads
             unit.keep()
         with _without_memory():
             super().__init__(*args, **named)
@@ -42,10 +43,28 @@ class ShardedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
         whole = unit.whole_weights if buffer_type == BufferType.PARAM else unit.whole_grads
         return whole[start : start + shape.numel()].view(shape)
 
+    def give_to_optimizer(self) -> None:
+        """Have the optimizer of this rank update what its nodes say, from now on."""
+        group: Any = self.data_parallel_group
+        self.data_parallel_group = _Owner(group, self.units[0].ring)
+
     def begin(self) -> None:
         """Have the first sums of a step replace those of the last one."""
         for unit in self.units:
-            unit.fresh = True
+            unit.begin()
+
+
+class _Owner:
+    """A group whose ranks are in the order of what they update."""
+
+    def __init__(self, group: Any, ring: Ring) -> None:
+        self._size, self._rank = group.size(), ring.rank * ring.nodes + ring.node
+
+    def size(self) -> int:
+        return int(self._size)
+
+    def rank(self) -> int:
+        return self._rank
 
 
 def one_bucket_each(units: Sequence[Unit], default: PerBufferParamLayout) -> PerBufferParamLayout:

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.formats import grad_width, width
-from phalanx.configs.layout import micro_batches, optimizer_shards
+from phalanx.configs.layout import expert_parallel_size, micro_batches, optimizer_shards
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import machine_named
 from phalanx.moe.plan.cost.weights import Chunk, Weights, in_chunk
 
 _PLACES = 2  # `ring.PLACES`, without torch
@@ -21,7 +22,7 @@ def sharded(cfg: Config, world: int, whole: Weights, chunks: Sequence[Chunk]) ->
     alone = [Chunk(c.stage, "t", (kind,)) for c in chunks for kind in c.kinds]
     layers = zip(*(in_chunk(cfg, world, layer, of_model) for layer in alone), strict=True)
     weights = grads = 0
-    for sizes, ranks in zip(layers, optimizer_shards(cfg, world), strict=True):
+    for sizes, ranks in zip(layers, _ranks(cfg, world), strict=True):
         units = [size for size in sizes if size]
         if ranks == 1 or not units:
             continue
@@ -36,3 +37,15 @@ def sharded(cfg: Config, world: int, whole: Weights, chunks: Sequence[Chunk]) ->
         parameter_bytes=whole.parameter_bytes - weights * width(cfg),
         gradient_bytes=whole.gradient_bytes - grads * grad_width(cfg),
     )
+
+
+def _ranks(cfg: Config, world: int) -> tuple[int, int]:
+    """Number of ranks over which layers and experts are sharded."""
+    dense, experts = optimizer_shards(cfg, world)
+    if cfg.parallel.distributed_optimizer == "zero3":
+        return dense, experts
+    # Those of a node; ranks of a tensor, or an expert parallel, group are side by side.
+    node = machine_named(cfg.run.machine).node_gpus
+    apart = cfg.parallel.tensor, expert_parallel_size(cfg, world)
+    inside = [max(1, node // size) for size in apart]
+    return min(dense, inside[0]), min(experts, inside[1])

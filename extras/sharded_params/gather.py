@@ -22,7 +22,7 @@ class ShardedGather(ParamGather):
     def begin(self) -> None:
         super().begin()
         for ring in self._rings:
-            ring.forget()
+            ring.begin()
             for number in range(PLACES):
                 ring.fetch(number)
 

@@ -45,7 +45,8 @@ def install(layer: nn.Module, units: Sequence[Unit]) -> None:
         # What computed the layer's weight gradients came after its input, and autograd goes back in
         # that order: they are all there, or in the queue.
         for unit in units:
-            wgrad_queue.submit(partial(unit.ring.reduce, unit), follows=unit.parameters)
+            reduce = partial(unit.ring.reduce, unit, unit.last)
+            wgrad_queue.submit(reduce, follows=unit.parameters)
 
     def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         gather(+1)

@@ -11,8 +11,9 @@ _PATH = "parallel.distributed_optimizer"
 
 
 def problems(cfg: Config) -> Iterator[str]:
-    """Problems of a configuration with `zero3`; repairs `cfg` on the way."""
-    p, only = cfg.parallel, f"is not possible with {_PATH}=zero3"
+    """Problems of a configuration with sharded parameters; repairs `cfg` on the way."""
+    p = cfg.parallel
+    only = f"is not possible with {_PATH}={p.distributed_optimizer}"
     if OPTIMIZERS[cfg.optim.kind].whole_matrices:
         reason = f"shards matrices, which optim.kind={cfg.optim.kind} updates whole"
         yield repair(cfg, _PATH, reason, True)

@@ -10,6 +10,10 @@ Collectives wait for the work of the current stream and run beside what follows.
 is started when a layer begins finds the buffer free (the layer before has been computed), and has
 that layer's time to arrive. A sum is started when a layer's gradients are complete, and waited for
 when its buffer is needed again, a layer later.
+
+With several nodes (`zero3_node`) shards are those of a node's ranks, and a rank updates a part of
+its shard: parts are gathered over nodes once, before a pass, and sums of all micro-batches are
+summed over nodes once, after the last one.
 """
 
 from collections.abc import Sequence
@@ -22,6 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp import main_grad
+from phalanx.parallel.dispatcher.nodes import Nodes
 
 PLACES = 2
 """Buffers of a ring: one to compute with, one that is filled or sent meanwhile."""
@@ -34,30 +39,46 @@ class Unit:
         self.ring, self.number, self.parameters = ring, number, parameters
         # Megatron-Core's order and alignment within a bucket.
         self.layout = DistributedOptimizer._compute_per_buffer_param_layout(
-            list(parameters), None, ring.ranks, DistributedDataParallelConfig()
+            list(parameters), None, ring.ranks * ring.nodes, DistributedDataParallelConfig()
         )
         ((_, self.size),) = self.layout.bucket_indices
         self.weights = self.grads = torch.empty(0)  # this rank's shards
-        self.fresh = True  # no gradient of this step is in `grads`
         self.replaces = False  # the first gradient of each parameter overwrites the buffer
+        self.last = True  # the backward pass of the last micro-batch is running, or next
+        self.joining: Any = None  # the gathering of parts of `weights`
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step, in which no gradient has been summed."""
+        self.fresh, self.crossed = True, False
 
     @property
     def shard_size(self) -> int:
         return self.size // self.ring.ranks
 
-    def own(self, parameter: Tensor) -> tuple[slice, slice]:
-        """Elements of a flattened parameter that this rank has, and their place in its shards."""
+    @property
+    def updated(self) -> slice:
+        """Elements of the shards that this rank updates."""
+        part = self.shard_size // self.ring.nodes
+        return slice(self.ring.node * part, (self.ring.node + 1) * part)
+
+    def place(self, parameter: Tensor, within: slice | None = None) -> tuple[slice, slice]:
+        """Elements of a flattened parameter, and their place in the shards.
+
+        Those `within` a part of the shards, or all that this rank has.
+        """
         start, stop, _ = self.layout.param_index_map[parameter]
         first = self.ring.rank * self.shard_size
-        begin = min(max(start, first), stop)
-        end = max(min(stop, first + self.shard_size), begin)
+        within = within or slice(0, self.shard_size)
+        begin = min(max(start, first + within.start), stop)
+        end = max(min(stop, first + within.stop), begin)
         return slice(begin - start, end - start), slice(begin - first, end - first)
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy this rank's elements of the parameters to its shard of the weights."""
         for parameter in self.parameters:
-            here, there = self.own(parameter)
+            here, there = self.place(parameter)
             self.weights[there].copy_(parameter.detach().view(-1)[here])
 
     @property
@@ -70,16 +91,27 @@ class Unit:
 
 
 class Ring:
-    """Units of one kind in the order of forward passes, over the ranks that have the same."""
+    """Units of one kind in the order of forward passes, over the ranks that have the same.
 
-    def __init__(self, group: Any) -> None:
-        self._group, self.rank, self.ranks = group, group.rank(), group.size()
+    Args:
+        group: these ranks.
+        nodes: their nodes, if shards are those of a node.
+    """
+
+    def __init__(self, group: Any, nodes: Nodes | None = None) -> None:
+        self._group, self._rail = group, None
+        self.nodes, self.node = 1, 0
+        if nodes is not None:
+            self._group, self._rail = nodes.inside, nodes.rail
+            self.nodes, self.node = nodes.count, nodes.index
+        self.rank, self.ranks = self._group.rank(), self._group.size()
         self.units: list[Unit] = []
         self.weights: list[Tensor] = []
         self.grads: list[Tensor] = []
         self._held: list[Unit | None] = [None] * PLACES  # whose weights are there, or on their way
         self._arriving: list[Any] = [None] * PLACES
-        self._leaving: list[tuple[Any, Unit, Tensor] | None] = [None] * PLACES
+        self._leaving: list[tuple[Any, Unit, Tensor, bool] | None] = [None] * PLACES
+        self._crossing: list[Any] = []
         # Gathers of gloo (PyTorch 2.11) at the same time corrupt each other.
         self._waits = dist.get_backend(group) == "gloo"
 
@@ -105,6 +137,7 @@ class Ring:
         if self._held[i] is unit:
             return
         self._arrived(i)
+        self._joined(unit)
         self._held[i] = unit
         self._arriving[i] = dist.all_gather_into_tensor(
             unit.whole_weights, unit.weights, group=self._group, async_op=True
@@ -125,28 +158,60 @@ class Ring:
         else:
             unit.whole_grads.zero_()
 
-    def reduce(self, unit: Unit) -> None:
-        """Start to sum the gradients of a micro-batch over ranks, into the shard."""
+    def reduce(self, unit: Unit, last: bool) -> None:
+        """Start to sum the gradients of a micro-batch, perhaps the `last`, into the shard."""
         out = unit.grads if unit.fresh else torch.empty_like(unit.grads)
         unit.fresh = False
         work = dist.reduce_scatter_tensor(out, unit.whole_grads, group=self._group, async_op=True)
-        self._leaving[unit.number % PLACES] = work, unit, out
+        self._leaving[unit.number % PLACES] = work, unit, out, last
         if self._waits:
             self._summed(unit.number % PLACES)
 
     def finish(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all that is on its way, and complete sums over nodes."""
         for i in range(PLACES):
             self._arrived(i)
             self._summed(i)
+        for unit in self.units:
+            self._joined(unit)
+            if not unit.fresh and not unit.crossed:
+                self._cross(unit)
+        for work in self._crossing:
+            work.wait()
+        self._crossing = []
 
-    def forget(self) -> None:
-        """Have all units gathered anew, as after an update or replays of a graph."""
+    def begin(self) -> None:
+        """Have all units gathered anew: after an update, or replays of a graph."""
         self._held = [None] * PLACES
+        if self._rail is None:
+            return
+        for unit in self.units:
+            unit.joining = dist.all_gather_into_tensor(
+                unit.weights, unit.weights[unit.updated], group=self._rail, async_op=True
+            )
+            if self._waits:
+                self._joined(unit)
 
     def abandon(self) -> None:
+        self._held, self._crossing = [None] * PLACES, []
         self._arriving, self._leaving = [None] * PLACES, [None] * PLACES
-        self.forget()
+        for unit in self.units:
+            unit.joining = None
+
+    def _joined(self, unit: Unit) -> None:
+        if unit.joining is not None:
+            unit.joining.wait()
+            unit.joining = None
+
+    def _cross(self, unit: Unit) -> None:
+        """Start to sum a shard over nodes, in the part that this rank updates."""
+        unit.crossed = True
+        if self._rail is not None:
+            part = unit.grads[unit.updated]
+            work = dist.reduce_scatter_tensor(part, unit.grads, group=self._rail, async_op=True)
+            self._crossing.append(work)
+            if self._waits:
+                work.wait()
 
     def _arrived(self, i: int) -> None:
         if (work := self._arriving[i]) is not None:
@@ -157,7 +222,9 @@ class Ring:
         if (sent := self._leaving[i]) is None:
             return
         self._leaving[i] = None
-        work, unit, out = sent
+        work, unit, out, last = sent
         work.wait()
         if out is not unit.grads:
             unit.grads.add_(out)
+        if last:
+            self._cross(unit)

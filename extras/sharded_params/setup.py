@@ -6,10 +6,12 @@ optimizer: whole on every rank, in Megatron-Core's own buffers.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -31,6 +33,8 @@ from phalanx.extras.sharded_params.ring import Ring, Unit
 from phalanx.extras.sharded_params.whole import WholeParameters
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.main_grad import facts_of
+from phalanx.parallel.dispatcher.nodes import join, names_here, refuse
+from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.megatron import adam
 from phalanx.parallel.megatron.param_gather import ParamGather
 from phalanx.parallel.megatron.updated import parts
@@ -48,9 +52,13 @@ class ShardedSetup(adam.Setup):
             ps.get_data_parallel_group(with_context_parallel=True),
             ps.get_expert_data_parallel_group(),
         )
-        self._rings = [Ring(group) for group in groups]  # of experts, the second
+        self._rings = [self._make(group) for group in groups]  # of experts, the second
         self._unit_of: dict[Tensor, Unit] = {}
+        self._buffers: list[ShardedBuffer] = []  # of the chunk that is being wrapped
         self._layers: list[tuple[nn.Module, list[Unit]]] = []
+
+    def _make(self, group: Any) -> Ring:
+        return Ring(group)
 
     def mark(self, chunk: nn.Module) -> None:
         for layer in chunk.modules():
@@ -100,12 +108,15 @@ class ShardedSetup(adam.Setup):
 
     def _buffer(self, *args: Any, **named: Any) -> Any:
         (first, _), *_ = args[3]
-        sharded = first in self._unit_of
-        kind = partial(ShardedBuffer, self._unit_of) if sharded else self._original
-        return kind(*args, **named)
+        if first not in self._unit_of:
+            return self._original(*args, **named)
+        self._buffers.append(ShardedBuffer(self._unit_of, *args, **named))
+        return self._buffers[-1]
 
     def wrapped(self, chunk: nn.Module) -> None:
         distributed_data_parallel._ParamAndGradBuffer = self._original
+        while self._buffers:
+            self._buffers.pop().give_to_optimizer()
         for p in chunk.parameters():
             if hasattr(p, _TAG):
                 delattr(p, _TAG)
@@ -114,7 +125,7 @@ class ShardedSetup(adam.Setup):
         for part in parts(optimizer):
             for p, shard, main in _updated(part):
                 if (unit := self._unit_of.get(p)) is not None:
-                    shard.data = unit.weights[unit.own(p)[1]]
+                    shard.data = unit.weights[unit.place(p, unit.updated)[1]]
                     if main is not shard:
                         main.data.copy_(shard.data)
             part._copy_model_grads_to_main_grads = partial(self._give_grads, part)
@@ -126,7 +137,7 @@ class ShardedSetup(adam.Setup):
         for p, _, main in _updated(part):
             if (unit := self._unit_of.get(p)) is not None:
                 assert not unit.fresh, "a layer has had no backward pass in this step"
-                grad = unit.grads[unit.own(p)[1]]
+                grad = unit.grads[unit.place(p, unit.updated)[1]]
             else:
                 own = part._get_model_param_range_map(p)["param"]
                 grad = p.main_grad.view(-1)[own.start : own.end]
@@ -147,7 +158,9 @@ class ShardedSetup(adam.Setup):
             own = [buffer for buffer in buffers if isinstance(buffer, ShardedBuffer)]
             for buffer in own:
                 buffer.reset = buffer.begin
-            WholeParameters(chunk, [unit for buffer in own for unit in buffer.units])
+            units = [unit for buffer in own for unit in buffer.units]
+            WholeParameters(chunk, units)
+            chunk.no_sync = partial(_not_the_last, chunk.no_sync, units)
         for ring in self._rings:
             for unit in ring.units:
                 adds = all(facts_of(p).adds_to_main_grad for p in unit.parameters)
@@ -162,7 +175,37 @@ class ShardedSetup(adam.Setup):
         group.params -= self._unit_of.keys()
 
 
-def _updated(part: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+class NodeShardedSetup(ShardedSetup):
+    """AdamW of parameters that are sharded over the ranks of a node."""
+
+    def _make(self, group: Any) -> Ring:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        facts = gather((ranks, names_here(dist.get_rank())[1]))
+        groups = {of: [facts[rank][1] for rank in of] for of, _ in facts}
+        if all(len(set(names)) == 1 for names in groups.values()):
+            return Ring(group)
+        if reason := next(filter(None, map(refuse, groups.values())), None):
+            raise ValueError(
+                f"parallel.distributed_optimizer=zero3_node: {reason}; "
+                "set parallel.distributed_optimizer=zero3"
+            )
+        return Ring(group, join(groups))
+
+
+@contextmanager
+def _not_the_last(original: Any, units: Sequence[Unit]) -> Iterator[None]:
+    """Inside, as in `no_sync` of a chunk, micro-batches are not the last."""
+    with original():
+        for unit in units:
+            unit.last = False
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.last = True
+
+
+def _updated(part: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Parameters of an optimizer, their own elements in buffers, and what it updates."""
     split = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     masters = part.shard_float16_groups if split else part.shard_fp32_from_float16_groups

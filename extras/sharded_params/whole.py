@@ -25,8 +25,9 @@ class WholeParameters:
 
     @contextmanager
     def context(self) -> Iterator[None]:
+        for ring in dict.fromkeys(unit.ring for unit in self._units):
+            ring.begin()
         for unit in self._units:
-            unit.ring.forget()
             unit.ring.need(unit.number)
             for p in unit.parameters:
                 self._places[p] = p.data

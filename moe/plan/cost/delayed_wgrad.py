@@ -142,8 +142,8 @@ def pairs_refusal(cfg: Config, world: int) -> str:
         return f"parallel.dispatch={cfg.parallel.dispatch} reuses its buffers of expert rows"
     if replica_slots(cfg, world):
         return "gradients of replicas are sent"
-    if cfg.parallel.distributed_optimizer == ZERO3:
-        return f"parallel.distributed_optimizer={ZERO3} sums them after each micro-batch"
+    if cfg.parallel.distributed_optimizer in ZERO3:
+        return "parallel.distributed_optimizer=zero3 sums them after each micro-batch"
     return ""
 
 

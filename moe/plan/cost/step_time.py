@@ -254,7 +254,7 @@ def _exposed_collectives(
     # which hold all SMs. Over a network it goes on beside several of them.
     beside = sum(micro_batch) - (micro_batch[_EXPERTS] if near else 0.0)
     hidden = _OVERLAPPED * beside if p.overlap else 0.0
-    times = micro_batches(cfg, world) if p.distributed_optimizer == ZERO3 else 1
+    times = micro_batches(cfg, world) if p.distributed_optimizer in ZERO3 else 1
     return sum(
         max(embedding * each / rate, times * (sent * each / rate - hidden * part))
         for part, each in _widths(cfg)
@@ -269,7 +269,7 @@ def _reduced(cfg: Config, world: int, weights: Sequence[Weights]) -> float:
 
 def _widths(cfg: Config) -> list[tuple[float, int]]:
     """Bytes of an element beside a backward pass, two thirds of the work, and a forward pass."""
-    if cfg.parallel.distributed_optimizer == ZERO3:
+    if cfg.parallel.distributed_optimizer in ZERO3:
         return [(2 / 3, grad_width(cfg) + width(cfg)), (1 / 3, width(cfg))]
     if cfg.parallel.distributed_optimizer:
         return [(2 / 3, grad_width(cfg)), (1 / 3, width(cfg))]

@@ -37,7 +37,7 @@ from phalanx.configs.remembered import SHARDS, STAGES, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
-from phalanx.configs.tables.capabilities import SHARDED, ZERO3
+from phalanx.configs.tables.capabilities import SHARDED_WEIGHTS, ZERO3
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 
@@ -100,8 +100,8 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
         _weights(cfg, world, dense, expert, _whole_updates(cfg, world, of_stage))
         for (dense, expert), of_stage in zip(stages, held, strict=True)
     ]
-    if cfg.parallel.distributed_optimizer == ZERO3:
-        sharded = resolve_name(SHARDED["weights"])
+    if cfg.parallel.distributed_optimizer in ZERO3:
+        sharded = resolve_name(SHARDED_WEIGHTS)
         return [sharded(cfg, world, *each) for each in zip(found, held, strict=True)]
     return found
 
@@ -120,7 +120,7 @@ def checkpoint_bytes(cfg: Config) -> int:
 def split_masters(cfg: Config) -> bool:
     """Are weights the upper 16 bits of their master copies (parallel.megatron.adam)?"""
     both = in_bf16(cfg) and cfg.optim.moments == "bf16"
-    return both and cfg.parallel.distributed_optimizer
+    return both and bool(cfg.parallel.distributed_optimizer)
 
 
 class LayerKind(NamedTuple):

@@ -80,6 +80,30 @@ def test_more_of_them_differ_by_roundings(world: int, overrides: list[str]) -> N
     sharded.has_weights_of(plain, change=1e-3)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*DEEPSEEK, "data.global_batch=8", "parallel.expert=1", "model.mtp_layers=1"],
+        *slow(
+            [*TINY, "data.global_batch=4", "parallel.expert=2"],
+            [*TINY, "data.global_batch=8", "parallel.pipeline=2", "parallel.expert=1"],
+            [*DEEPSEEK, *CHUNKS, "data.global_batch=4", "parallel.expert=1"],
+        ),
+    ],
+    ids=["all", "experts once in a node", "stages", "chunks"],
+)
+def test_shards_of_a_node(overrides: list[str]) -> None:
+    """Four ranks on two pretended nodes; with stages, each stage is on one."""
+    overrides = [*overrides, "precision=fp32", "run.eval_interval=2"]
+    plain = trained(4, overrides)
+    for node_ranks in (2, 1) if "parallel.pipeline=2" in overrides else (2,):
+        sharded = trained(4, [*overrides, f"{ZERO3}_node"], node_ranks=node_ranks)
+        assert sharded.series("loss") == pytest.approx(plain.series("loss"), rel=2e-6)
+        assert sharded.valid_losses == pytest.approx(plain.valid_losses, rel=2e-6)
+        sharded.has_weights_of(plain, change=1e-3)
+
+
 def _abandoned(folder: Any) -> tuple[list[float], list[float]]:
     """Losses after a step that broke off in a layer, and those of its kind without sharding."""
     from tests.parallel.checkpoint.checkpoints import build, train
