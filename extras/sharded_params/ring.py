@@ -33,7 +33,7 @@ PLACES = 2
 
 
 class Unit:
-    """Parameters of one layer and kind; `ring.place` allocates, `parallel` sizes are the ring's."""
+    """Parameters of one layer and kind: the shards that this rank keeps, and their whole form."""
 
     def __init__(self, ring: "Ring", number: int, parameters: Sequence[Tensor]) -> None:
         self.ring, self.number, self.parameters = ring, number, parameters

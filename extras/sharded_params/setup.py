@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from phalanx.configs.schema import OptimConfig
+from phalanx.configs.validate import ConfigError
 from phalanx.extras.sharded_params import layers
 from phalanx.extras.sharded_params.buffer import ShardedBuffer, one_bucket_each
 from phalanx.extras.sharded_params.gather import ShardedGather
@@ -185,7 +186,7 @@ class NodeShardedSetup(ShardedSetup):
         if all(len(set(names)) == 1 for names in groups.values()):
             return Ring(group)
         if reason := next(filter(None, map(refuse, groups.values())), None):
-            raise ValueError(
+            raise ConfigError(
                 f"parallel.distributed_optimizer=zero3_node: {reason}; "
                 "set parallel.distributed_optimizer=zero3"
             )

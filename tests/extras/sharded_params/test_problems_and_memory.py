@@ -6,6 +6,7 @@ from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.plan.cost.weights import stage_weights
 from tests.support.distributed import run_distributed
+from tests.support.training import pretended_nodes
 
 ZERO3 = "parallel.distributed_optimizer=zero3"
 
@@ -28,6 +29,23 @@ def test_one_line_names_what_fixes_it(override: str, fix: str) -> None:
         validate(cfg, 2)
     (line,) = str(error.value).split("\n")
     assert line.endswith(fix), line
+
+
+def _on_uneven_nodes() -> str:
+    from phalanx.moe.run.setup import setup
+    from phalanx.parallel.runtime import start
+
+    cfg = load(["model=tiny", "run.device=cpu", "parallel.expert=1", f"{ZERO3}_node"])
+    with pretended_nodes(3), pytest.raises(ConfigError) as error:
+        setup(cfg, start(seed=1, timeout=60, deterministic=False))
+    return str(error.value)
+
+
+@pytest.mark.dist
+def test_nodes_have_to_be_alike() -> None:
+    for line in run_distributed(_on_uneven_nodes, 4):
+        assert "nodes hold 3, 1 ranks" in line
+        assert line.endswith("set parallel.distributed_optimizer=zero3")
 
 
 def _held(overrides: list[str]) -> tuple[int, int]:
