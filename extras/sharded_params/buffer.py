@@ -20,6 +20,8 @@ from phalanx.extras.sharded_params.ring import Ring, Unit
 class ShardedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
     """A buffer of parameters that all have a unit; other arguments are Megatron-Core's."""
 
+    data_parallel_group: Any
+
     def __init__(self, unit_of: Mapping[Tensor, Unit], *args: Any, **named: Any) -> None:
         _, dtype, grad_dtype, named_parameters, *_ = args
         parameters = [p for p, _ in named_parameters]
@@ -45,8 +47,7 @@ class ShardedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
 
     def give_to_optimizer(self) -> None:
         """Have the optimizer of this rank update what its nodes say, from now on."""
-        group: Any = self.data_parallel_group
-        self.data_parallel_group = _Owner(group, self.units[0].ring)
+        self.data_parallel_group = _Owner(self.data_parallel_group, self.units[0].ring)
 
     def begin(self) -> None:
         """Have the first sums of a step replace those of the last one."""
