@@ -31,7 +31,7 @@ from phalanx.extras.sharded_params import layers
 from phalanx.extras.sharded_params.buffer import ShardedBuffer, one_bucket_each
 from phalanx.extras.sharded_params.gather import ShardedGather
 from phalanx.extras.sharded_params.ring import Ring, Unit
-from phalanx.extras.sharded_params.whole import WholeParameters
+from phalanx.extras.sharded_params.whole import whole_parameters
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.main_grad import facts_of
 from phalanx.parallel.dispatcher.nodes import join, names_here, refuse
@@ -160,7 +160,7 @@ class ShardedSetup(adam.Setup):
             for buffer in own:
                 buffer.reset = buffer.begin
             units = [unit for buffer in own for unit in buffer.units]
-            WholeParameters(chunk, units)
+            chunk.whole_parameters = partial(whole_parameters, units)
             chunk.no_sync = partial(_not_the_last, chunk.no_sync, units)
         for ring in self._rings:
             for unit in ring.units:
