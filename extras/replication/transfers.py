@@ -179,6 +179,11 @@ class ReplicatedCall(LayerCall):
         """Received rows of expert rows, and offsets. Not the plan, which refers to this object."""
         self._dx_SD: Tensor | None = None
 
+    @property
+    def resends(self) -> bool:
+        """Not in FP8 without overlap: `in_order` has copied the rows, which are saved then."""
+        return super().resends and (self.overlaps or self.fp8 is None)
+
     def plan_returns(self, plan: ExpertPlan) -> None:
         assert plan.row_index_S is not None and plan.inverse_NK is not None
         assert self._routing is not None

@@ -133,10 +133,9 @@ class Symm(Dispatcher):
         fp8_inputs = None if call.fp8 is None else call.fp8.fp8_inputs
         if call.overlaps:
             return Received(rows_ND, plan, ExpertOverlap(call), fp8_inputs, route=call)
-        if fp8_inputs is not None:
-            return Received(rows_ND, plan, fp8_inputs=fp8_inputs, route=call)
-        hooks = functools.partial(saving, rows_ND.detach(), call)
-        return Received(rows_ND, plan, route=call, saving=hooks)
+        rows: Any = rows_ND.detach() if fp8_inputs is None else fp8_inputs.tokens
+        hooks = functools.partial(saving, rows, call)
+        return Received(rows_ND, plan, fp8_inputs=fp8_inputs, route=call, saving=hooks)
 
     def send_sums(self, out_ND: Tensor, received: Received, *, alone: bool = True) -> Any:
         return SendSums.apply(out_ND, received.route, alone), alone

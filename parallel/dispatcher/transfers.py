@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.sums import block_sum
+from phalanx.kernels.expert_mlp.calls import Rows, tensors_of
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.quantize import row_bytes
 from phalanx.kernels.routing.plan import pack_routing, routing_size, unpack_routing
@@ -70,7 +71,7 @@ class LayerCall:
         local: number of expert slots of a rank.
         overlaps: True if the experts' kernels overlap the pushes.
         keep: True if received tokens are copied for the backward pass, not resent.
-        fp8: format in which tokens and gradients of sums travel. Without overlap tokens are saved.
+        fp8: format in which tokens and gradients of sums travel.
     """
 
     def __init__(
@@ -110,6 +111,11 @@ class LayerCall:
         return self._exchange()
 
     @property
+    def resends(self) -> bool:
+        """True if tokens are sent once more in the backward pass."""
+        return not self.keep
+
+    @property
     def count(self) -> int:
         """N."""
         return self.exchange.ranks * len(self.idx_TK)
@@ -145,19 +151,28 @@ class LayerCall:
         return self.idx_NK, prob_NK
 
     def receive_fp8(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
-        """Register FP8 tokens, or with overlap their buffer: [N, D] without data."""
+        """Register FP8 tokens in the receive buffer, or a copy to keep: [N, D] without data."""
         assert self.fp8 is not None
         packed = self.packed_rows(transfer)
-        # Other exchanges take the receive buffer before the backward pass.
-        return self.fp8.tokens_arrived(packed if self.overlaps else packed.clone(), like_ND)
+        copies = self.keep and not self.overlaps  # with overlap copies are made later
+        return self.fp8.tokens_arrived(packed.clone() if copies else packed, like_ND)
 
     def for_experts(self, rows: Tensor) -> Tensor:
         """Received rows [N, ...] in the experts' order, without overlap."""
         return rows
 
+    def resent_rows(self) -> Rows:
+        """Tokens that were sent once more, in the experts' order, without overlap."""
+        transfer = self.tokens.wait()
+        if self.fp8 is None:
+            return self.for_experts(self.rows(transfer))
+        return self.fp8.tokens(self.for_experts(self.packed_rows(transfer)), self.hidden)
+
     def saved(self, rows: Tensor) -> Tensor | None:
         """Tensor that the experts save for the backward pass; None: the rows are resent."""
-        return rows.clone() if self.keep else None
+        if not self.keep:
+            return None
+        return rows.clone() if self.fp8 is None else rows  # `receive_fp8` has copied them
 
     def expert_rows(self, plan: ExpertPlan) -> tuple[Tensor, Tensor, Tensor]:
         """Received rows of summed expert rows, expert rows of received rows, and offsets."""
@@ -203,7 +218,7 @@ class Dispatch(torch.autograd.Function):
         transfer = call.exchange.start(sent, table_TK, side, call.local, all_sms=not call.overlaps)
         call.tokens.put(transfer)
         ctx.call = call
-        if call.overlaps or fp8 is None:  # without overlap FP8 rows are saved at their arrival
+        if call.resends:
             call.saved_tokens = sent
         return call.rows(transfer) if fp8 is None else without_data(x_TD, call.count)
 
@@ -269,7 +284,7 @@ class SendSums(torch.autograd.Function):
         rows = rows if call.overlaps else call.for_experts(rows)
         if call.fp8 is not None:
             rows = call.fp8.gradient_arrived(rows, grad_ND)
-        if call.overlaps and not call.keep:
+        if call.overlaps and call.resends:
             resend(call, all_sms=False)
         return rows, None, None
 
@@ -314,22 +329,30 @@ def resend(call: LayerCall, *, all_sms: bool) -> None:
 
 
 @contextmanager
-def saving(rows: Tensor, call: LayerCall) -> Iterator[None]:
+def saving(rows: Rows, call: LayerCall) -> Iterator[None]:
     """Context of the experts, whose saved received rows are resent on demand, or copied.
 
     Other exchanges take the receive buffer before the backward pass. Hooks of autograd get other
     tensor objects than were saved, so that rows are known by their storage and their place in it,
-    not by their address. `rows` keeps the storage alive, so that no other tensor can have it.
+    not by their address. `rows` keeps the storage alive, so that no other tensor can have it. The
+    values of FP8 rows are asked for before their scales.
     """
+    parts, again = tensors_of(rows), list[Tensor]()
 
-    def pack(saved: Tensor) -> Tensor | None:
-        return call.saved(saved) if saved.is_set_to(rows) else saved
+    def pack(saved: Tensor) -> Tensor | int:
+        part = next((i for i, part in enumerate(parts) if saved.is_set_to(part)), None)
+        if part is None:
+            return saved
+        kept = call.saved(saved)
+        return part if kept is None else kept
 
-    def unpack(stored: Tensor | None) -> Tensor:
-        if stored is not None:
+    def unpack(stored: Tensor | int) -> Tensor:
+        if isinstance(stored, Tensor):
             return stored
-        resend(call, all_sms=True)
-        return call.for_experts(call.rows(call.tokens.wait()))
+        if stored == 0:
+            resend(call, all_sms=True)
+            again[:] = tensors_of(call.resent_rows())
+        return again[stored]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -229,10 +229,11 @@ class Activations:
         parts, sent = experts_saved(cfg, self.sizes, fp8=fp8), self._sent
         tokens = sent.saved * width(cfg) * hidden
         if fp8 and (p.wgrad == "fp8" or rows_in_fp8(cfg)):
-            # An FP8 copy besides the bf16 tokens of router and transport. Exchanges that overlap
-            # experts quantize once more the tokens that they send a second time.
-            resent = bool(overlap_sms(cfg, self._world))
-            rows = sent.saved if resent else max(sent.saved, self._received())
+            # An FP8 copy besides the bf16 tokens of router and transport: of the tokens that are
+            # sent once more, or of received ones. Replicas that overlap nothing copy theirs.
+            copied = replica_slots(cfg, self._world) and not overlap_sms(cfg, self._world)
+            resent = sent.buffers and rows_in_fp8(cfg) and not copied
+            rows = max(sent.saved, self.sizes.local_tokens if resent else self._received())
             tokens = rows * fp8_row(hidden)
         parts["moe"] += router_saved(cfg, self.sizes) + tokens
         parts["moe"] += self.replica_memory().saved

@@ -104,9 +104,7 @@ def test_saved_rows_are_resent_and_tensors_that_share_their_memory_are_not(
     rows, again = torch.randn(4, 4), torch.randn(4, 4)
     call: Any = SimpleNamespace(
         saved=lambda _: None,
-        tokens=SimpleNamespace(wait=lambda: again),
-        rows=lambda transfer: transfer,
-        for_experts=lambda came: came,
+        resent_rows=lambda: again,
     )
     resent = []
     monkeypatch.setattr(transfers, "resend", lambda _, all_sms: resent.append(all_sms))

@@ -53,19 +53,22 @@ FP8 = ("precision=fp8_block", "parallel.dispatch=symm")
 
 
 def test_dispatch_holds_received_tokens_in_fp8() -> None:
-    """Experts that do not overlap the exchange save the FP8 tokens instead of a second transfer."""
-    received = RANKS * TOKENS * fp8_row(HIDDEN)
+    """Experts that quantize the tokens save them; others save those that are sent once more."""
+    received, own = RANKS * TOKENS * fp8_row(HIDDEN), TOKENS * fp8_row(HIDDEN)
     arriving, resent = known(*FP8, "precision.dispatch=bf16"), known(*FP8)
     alltoall = known(*FP8, "parallel.dispatch=alltoall")
     local = known(*FP8[:1], "parallel.expert=1")
+    apart = known(*FP8, "parallel.comm_sms=0")  # exchanges do not overlap the experts
     outside = exchange_bytes(resent, RANKS)
-    assert buffer_bytes(resent, RANKS) == outside == exchange_bytes(arriving, RANKS) > 0
+    assert outside == exchange_bytes(arriving, RANKS) > 0
+    for cfg in (resent, apart):
+        assert buffer_bytes(cfg, RANKS) == outside + LAYERS * own
     assert buffer_bytes(arriving, RANKS) == outside + LAYERS * received
     gradients = RANKS * TOKENS * 2 * HIDDEN
     assert buffer_bytes(alltoall, RANKS) == LAYERS * received + gradients
     assert buffer_bytes(local, RANKS) == 0
     moe, other = (Activations(cfg, RANKS).moe_layer().saved for cfg in (arriving, resent))
-    assert moe - other == received
+    assert moe - other == received - own
 
 
 def test_recomputed_layers_keep_nothing_but_one_needs_all() -> None:
