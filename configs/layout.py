@@ -429,8 +429,6 @@ def not_overlappable(cfg: Config) -> str | None:
             return f"parallel.{knob}={getattr(p, knob)} has one communicator for both passes"
     if p.expert_replication not in (0, "auto"):
         return f"parallel.expert_replication={p.expert_replication} has one communicator for both"
-    if cfg.run.offload:
-        return "run.offload has host buffers for one micro-batch"
     if p.distributed_optimizer in ZERO3:
         return f"distributed_optimizer={p.distributed_optimizer} has buffers of layers for one pass"
     return None

@@ -33,6 +33,6 @@ def overlap_effect(cfg: Config, world: int, machine: Machine) -> OverlapEffect:
     """Effect for a configuration, valid and without `auto`, whose micro-batches can overlap."""
     off, on = (changed(cfg, {"parallel.overlap_microbatches": v}) for v in ("off", "on"))
     before, after = (step_time(trial, world, machine) for trial in (off, on))
-    saved, needs = before.exchange - after.exchange, needed(on, world)
-    hidden = saved / before.exchange if before.exchange else 0.0
-    return OverlapEffect(hidden, saved / before.total, needs, needs - needed(off, world))
+    hidden = 1 - after.exchange / before.exchange if before.exchange else 0.0
+    saved, needs = 1 - after.total / before.total, needed(on, world)
+    return OverlapEffect(hidden, saved, needs, needs - needed(off, world))

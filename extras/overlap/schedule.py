@@ -49,7 +49,9 @@ comes later on another rank. Shared state, and the reason that two passes at a t
 - Activations belong to one micro-batch, and their memory to its stream, which frees it; emptied and
   recomputed ones too. Reports, inputs and gradients cross to the caller's stream, which is waited
   for at the start and waits for both at the end.
-- Offloaded activations and replicas of experts share buffers between micro-batches and are refused.
+- Copies of offloaded activations are on streams of their own, which both passes share, and wait for
+  what the other pass has read (`parallel.memory.offload`).
+- Replicas of experts share buffers between micro-batches and are refused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +69,7 @@ from torch import Tensor
 from phalanx.extras.overlap.slots import Pass, Slots
 from phalanx.extras.overlap.streams import TRANSFERS, Arrived, Places, StageTransfers, Streams
 from phalanx.kernels import wgrad_queue
+from phalanx.parallel.memory.offload import offloader
 
 
 class OverlappedSchedule:
@@ -121,6 +124,7 @@ class OverlappedSchedule:
             self._chunks, self._streams, slots, forward_step, batches, groups.cp.size()
         )
         self._layers.reached, self._experts.reached = [], []
+        offloader(self._device).begin_passes()
         arrived = Arrived()
         for slot in range(len(slots)):
             output = gradient = None

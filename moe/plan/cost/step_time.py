@@ -66,6 +66,10 @@ has it alone)."""
 _UPDATE_RATE = 1.3
 """Bytes a second of our AdamW's long passes over those of elementwise work: 3,800 to 4,100 GB/s on
 an H200 (the same file)."""
+_BESIDE_EXCHANGES = 0.99
+"""Rate of experts that leave 8 of 132 SMs to exchanges of another micro-batch: 1.0 in steps of
+Qwen3-30B-A3B (docs/measured/training/pipelines_two_h100s.md), and at least 0.96 in layers of
+DeepSeek-V3, less the waits for the other GPU (docs/measured/kernels/between_h100s.md)."""
 _OVERLAPPED = 0.9  # part of a pass beside which parameters are gathered or gradients reduced
 
 
@@ -110,6 +114,9 @@ _EXPERTS, _EXCHANGE = 1, 4
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Expected time of a step; `cfg` has resolved kernels."""
     own = with_own_kernels(cfg, machine)
+    if cfg.parallel.overlap_microbatches == "on":
+        bf16, fp8 = (_BESIDE_EXCHANGES * r for r in (own.expert_tflops, own.expert_fp8_tflops))
+        own = replace(own, expert_tflops=bf16, expert_fp8_tflops=fp8)
     sent, beside = own_exchange(cfg, world, own), _beside_experts(cfg, world, own)
     return step_with(sent, cfg, world, own, _PASSES, beside)
 

@@ -42,7 +42,15 @@ def test_first_and_last_passes_are_exposed() -> None:
     assert micro_batches(on, WORLD) == 8
     assert after.exchange == pytest.approx(before.exchange / 8)
     others = {name for name, value in vars(before).items() if vars(after)[name] != value}
-    assert others == {"exchange"}
+    assert others == {"exchange", "experts", "skew"}
+
+
+def test_experts_leave_sms_to_the_exchanges_beside_them() -> None:
+    """Products are slower, and what takes the memory's time is not."""
+    off, on = pair("data.global_batch=128", "data.micro_batch=4")
+    before, after = (step_time(cfg, WORLD, H200) for cfg in (off, on))
+    assert 1 < after.experts / before.experts <= 1 / 0.99
+    assert after.gemm == before.gemm and after.attention == before.attention
 
 
 def test_what_a_pass_is_too_short_to_hide_is_exposed() -> None:
@@ -50,7 +58,7 @@ def test_what_a_pass_is_too_short_to_hide_is_exposed() -> None:
     slow = H200.__class__(**{**vars(H200), "network_gbs": 1.0})
     before, after = (step_time(cfg, WORLD, slow) for cfg in (off, on))
     computing = before.gemm + before.experts + before.attention + before.elementwise
-    computing += before.gaps
+    computing += before.gaps + after.experts - before.experts
     assert before.exchange / 8 < after.exchange < before.exchange
     # Both passes send the same bytes; a forward pass computes a third, beside 7 of 8 backward ones.
     assert before.exchange - after.exchange == pytest.approx(
@@ -77,7 +85,8 @@ def test_activations_of_two_micro_batches_are_in_memory() -> None:
         (["parallel.dispatch=hier"], "on", "auto; hides "),
         (["parallel.dispatch=symm", "parallel.expert=8"], "off", "auto; symm overlaps its"),
         (["kernels=reference"], "off", "auto; reference experts have the host wait"),
-        (["run.offload=[residual]"], "off", "auto; run.offload has host buffers"),
+        (["run.offload=[residual]"], "on", "auto; hides "),
+        (["parallel.tensor=2"], "off", "auto; parallel.tensor=2 has one communicator"),
     ],
 )
 def test_auto_takes_it_where_it_helps(overrides: list[str], value: str, reason: str) -> None:
@@ -100,7 +109,7 @@ def test_auto_leaves_it_where_it_does_not_fit_or_gain() -> None:
 
 
 def test_forced_overlap_that_cannot_run_is_an_error() -> None:
-    cfg = changed(known("run.offload=[residual]"), {KNOB: "on"})
+    cfg = changed(known("parallel.tensor=2"), {KNOB: "on"})
     with pytest.raises(ConfigError, match=f"{KNOB}=on cannot run: .* set {KNOB}=auto"):
         microbatch_overlap(cfg, WORLD, H200, H200.room)
 
