@@ -432,11 +432,3 @@ def not_overlappable(cfg: Config) -> str | None:
     if p.distributed_optimizer in ZERO3:
         return f"distributed_optimizer={p.distributed_optimizer} has buffers of layers for one pass"
     return None
-
-
-def forced_overlap_error(reason: str) -> str:
-    """The message where overlap is forced and cannot be."""
-    return (
-        f"parallel.overlap_microbatches=on cannot run: {reason}; "
-        "set parallel.overlap_microbatches=auto"
-    )

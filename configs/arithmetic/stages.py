@@ -6,7 +6,7 @@ GPT-OSS-20B with 8 layers it is a third.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 _LAYER_COST = 1.3
 """Seconds of a FLOP in a layer, relative to the output layer: a layer has norms, attention,
@@ -64,15 +64,11 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
 def _moves(counts: Sequence[int]) -> list[list[int]]:
     """Counts with a layer moved from one chunk to another; only the last may become empty."""
     trials = []
-    for i in range(len(counts)):
-        if counts[i] <= (i < len(counts) - 1):
-            continue
-        for j in range(len(counts)):
-            if i != j:
-                trial = list(counts)
-                trial[i] -= 1
-                trial[j] += 1
-                trials.append(trial)
+    for i, j in permutations(range(len(counts)), 2):
+        if counts[i] > (i < len(counts) - 1):
+            trials.append(list(counts))
+            trials[-1][i] -= 1
+            trials[-1][j] += 1
     return trials
 
 

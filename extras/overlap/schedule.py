@@ -50,7 +50,7 @@ comes later on another rank. Shared state, and the reason that two passes at a t
   recomputed ones too. Reports, inputs and gradients cross to the caller's stream, which is waited
   for at the start and waits for both at the end.
 - Copies of offloaded activations are on streams of their own, which both passes share, and wait for
-  what the other pass has read (`parallel.memory.offload`).
+  what the other pass has read (`extras.overlap.offload`).
 - Replicas of experts share buffers between micro-batches and are refused.
 """
 
@@ -66,10 +66,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from phalanx.extras.overlap import offload
 from phalanx.extras.overlap.slots import Pass, Slots
 from phalanx.extras.overlap.streams import TRANSFERS, Arrived, Places, StageTransfers, Streams
 from phalanx.kernels import wgrad_queue
-from phalanx.parallel.memory.offload import offloader
 
 
 class OverlappedSchedule:
@@ -124,7 +124,7 @@ class OverlappedSchedule:
             self._chunks, self._streams, slots, forward_step, batches, groups.cp.size()
         )
         self._layers.reached, self._experts.reached = [], []
-        offloader(self._device).begin_passes()
+        offload.begin_step(self._device)
         arrived = Arrived()
         for slot in range(len(slots)):
             output = gradient = None

@@ -55,7 +55,6 @@ from phalanx.moe.plan.cost.stages import (
     needed,
     row_memory,
     stage_memory,
-    with_delayed,
 )
 from phalanx.moe.plan.cost.step_time import (
     BUSIEST,
@@ -176,7 +175,7 @@ def _stages(cfg: Config, world: int, machine: Machine, wanted: str) -> str:
 
     `wanted` is `parallel.delay_wgrad` as set.
     """
-    off = step_time(with_delayed(cfg, OFF), world, machine).waiting
+    off = step_time(changed(cfg, {"parallel.delay_wgrad": OFF}), world, machine).waiting
     if waits(cfg):
         on = step_time(cfg, world, machine).waiting
         taken = f"; auto takes {cfg.parallel.delay_wgrad}" if wanted == AUTO else ""
@@ -192,7 +191,7 @@ def _pairs(cfg: Config, world: int, machine: Machine) -> str:
     if reason := pairs_refusal(cfg, world):
         return f"weight gradients of one micro-batch at a time: {reason}"
     ratio = sums_to_products(cfg, world, machine)
-    alone = step_time(with_delayed(cfg, ON), world, machine).total
+    alone = step_time(changed(cfg, {"parallel.delay_wgrad": ON}), world, machine).total
     return (
         "experts compute weight gradients of two micro-batches in one pass; for one, memory would "
         f"need {ratio:.2f} x the time of products, and a step {alone:.3f} s"

@@ -179,11 +179,6 @@ class ReplicatedCall(LayerCall):
         """Received rows of expert rows, and offsets. Not the plan, which refers to this object."""
         self._dx_SD: Tensor | None = None
 
-    @property
-    def resends(self) -> bool:
-        """Not in FP8 without overlap: `in_order` has copied the rows, which are saved then."""
-        return super().resends and (self.overlaps or self.fp8 is None)
-
     def plan_returns(self, plan: ExpertPlan) -> None:
         assert plan.row_index_S is not None and plan.inverse_NK is not None
         assert self._routing is not None
@@ -212,6 +207,7 @@ class ReplicatedCall(LayerCall):
         if self.fp8 is None:
             return self.for_experts(rows_ND)
         assert self._packed is not None
+        self.saved_tokens = None  # the copy is saved in place of tokens to be resent
         packed, self._packed = self.for_experts(self._packed), None
         return self.fp8.tokens_arrived(packed, rows_ND)
 

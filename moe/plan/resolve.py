@@ -22,7 +22,7 @@ from phalanx.configs.formats import (
     quantizes_on_arrival,
     recipe_facts,
 )
-from phalanx.configs.knobs import copied
+from phalanx.configs.knobs import changed, copied
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
@@ -51,8 +51,6 @@ from phalanx.moe.plan.cost.stages import (
     fp8_weights,
     needed,
     stage_memory,
-    with_delayed,
-    with_fp8_weights,
     with_growth,
 )
 from phalanx.moe.plan.facts import Device, JobFacts, RankFacts
@@ -334,7 +332,7 @@ def weights_in_fp8(draft: Draft) -> None:
 def _copies_line(cfg: Config, facts: JobFacts) -> Choice:
     """Line on FP8 copies that `auto` keeps."""
     grown, room = with_growth(cfg, facts.world), int(USABLE * facts.tightest.free)
-    need = needed(with_fp8_weights(grown, "resident"), facts.world)
+    need = needed(changed(grown, {"precision.weights": "resident"}), facts.world)
     reason = f"auto; with resident weights {storage(need)} of {storage(room)} would be needed"
     if grown is not cfg:
         reason += f" at capacity_factor {grown.parallel.capacity_factor:g}"
@@ -416,8 +414,8 @@ def delayed_wgrad(draft: Draft) -> None:
     setting = f"parallel.delay_wgrad={wanted}"
     (*better, least), reason = possible(cfg, draft.world, facts.machine)
     free = with_margin(facts.tightest.free)
-    fit = (v for v in better if needed(with_delayed(cfg, v), draft.world) <= free)
-    value = next(fit, least)
+    each = {value: changed(cfg, {"parallel.delay_wgrad": value}) for value in better}
+    value = next((v for v in better if needed(each[v], draft.world) <= free), least)
     if beside_exchanges(cfg) and least != PAIRS:
         why = f"; {setting}; {reason}" if wanted == PAIRS else ""
         line = Choice("wgrad", "overlap", f"exchanges of the backward pass{why}")
@@ -437,7 +435,8 @@ def _wgrad_line(cfg: Config, facts: JobFacts, value: str, better: Sequence[str])
     if facts.kind == "cpu":
         return Choice("wgrad", value, f"auto; {_WAITS[value]}")
     told = value if value in better else better[-1]
-    need, room = needed(with_delayed(cfg, told), facts.world), with_margin(facts.tightest.free)
+    need = needed(changed(cfg, {"parallel.delay_wgrad": told}), facts.world)
+    room = with_margin(facts.tightest.free)
     memory = f"with their operands {storage(need)} of {storage(room)} would be needed"
     when = f"{_WAITS[value]}; " if value in better else ""
     return Choice("wgrad", value, f"auto; {when}{memory}{_of_rank(facts)}")

@@ -19,12 +19,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, is_valid
-from phalanx.moe.plan.cost.stages import (
-    chooses_fp8_weights,
-    host_needed,
-    needed,
-    with_fp8_weights,
-)
+from phalanx.moe.plan.cost.stages import chooses_fp8_weights, host_needed, needed
 from phalanx.moe.plan.facts import FreeMemory, JobFacts, RankFacts
 from phalanx.moe.plan.memory_check import (
     logits_bytes,
@@ -70,13 +65,13 @@ def _sharing(facts: JobFacts, rank: RankFacts) -> list[int]:
 
 
 def _warnings(cfg: Config, plan: Plan, facts: JobFacts, rank: RankFacts) -> Iterator[str]:
-    known, world = plan.cfg, facts.world
-    if chooses_fp8_weights(with_fp8_weights(known, cfg.precision.weights)):
-        known = with_fp8_weights(known, "scratch")  # `auto` keeps copies in what is left
+    known, world, copies = plan.cfg, facts.world, "precision.weights"
+    if chooses_fp8_weights(changed(known, {copies: cfg.precision.weights})):
+        known = changed(known, {copies: "scratch"})  # `auto` keeps copies in what is left
     ranks, expected = _sharing(facts, rank), needed(known, world)
     if facts.kind == "cpu":
         expected = len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
-    remedies = advice(with_fp8_weights(cfg, known.precision.weights), world)
+    remedies = advice(changed(cfg, {copies: known.precision.weights}), world)
     yield nearly_full(cfg.model.name, expected, rank.memory, remedies)
     if facts.kind == "cuda":
         local_ranks = facts.on_host(rank.rank)

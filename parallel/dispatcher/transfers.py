@@ -111,11 +111,6 @@ class LayerCall:
         return self._exchange()
 
     @property
-    def resends(self) -> bool:
-        """True if tokens are sent once more in the backward pass."""
-        return not self.keep
-
-    @property
     def count(self) -> int:
         """N."""
         return self.exchange.ranks * len(self.idx_TK)
@@ -163,16 +158,14 @@ class LayerCall:
 
     def resent_rows(self) -> Rows:
         """Tokens that were sent once more, in the experts' order, without overlap."""
-        transfer = self.tokens.wait()
-        if self.fp8 is None:
-            return self.for_experts(self.rows(transfer))
-        return self.fp8.tokens(self.for_experts(self.packed_rows(transfer)), self.hidden)
+        transfer, fp8 = self.tokens.wait(), self.fp8
+        rows = self.for_experts((self.rows if fp8 is None else self.packed_rows)(transfer))
+        return rows if fp8 is None else fp8.tokens(rows, self.hidden)
 
     def saved(self, rows: Tensor) -> Tensor | None:
         """Tensor that the experts save for the backward pass; None: the rows are resent."""
-        if not self.keep:
-            return None
-        return rows.clone() if self.fp8 is None else rows  # `receive_fp8` has copied them
+        copied = self.fp8 is not None  # by `receive_fp8`
+        return (rows if copied else rows.clone()) if self.keep else None
 
     def expert_rows(self, plan: ExpertPlan) -> tuple[Tensor, Tensor, Tensor]:
         """Received rows of summed expert rows, expert rows of received rows, and offsets."""
@@ -218,8 +211,7 @@ class Dispatch(torch.autograd.Function):
         transfer = call.exchange.start(sent, table_TK, side, call.local, all_sms=not call.overlaps)
         call.tokens.put(transfer)
         ctx.call = call
-        if call.resends:
-            call.saved_tokens = sent
+        call.saved_tokens = None if call.keep else sent
         return call.rows(transfer) if fp8 is None else without_data(x_TD, call.count)
 
     @staticmethod
@@ -284,7 +276,7 @@ class SendSums(torch.autograd.Function):
         rows = rows if call.overlaps else call.for_experts(rows)
         if call.fp8 is not None:
             rows = call.fp8.gradient_arrived(rows, grad_ND)
-        if call.overlaps and call.resends:
+        if call.overlaps and not call.keep:
             resend(call, all_sms=False)
         return rows, None, None
 
@@ -340,11 +332,10 @@ def saving(rows: Rows, call: LayerCall) -> Iterator[None]:
     parts, again = tensors_of(rows), list[Tensor]()
 
     def pack(saved: Tensor) -> Tensor | int:
-        part = next((i for i, part in enumerate(parts) if saved.is_set_to(part)), None)
-        if part is None:
-            return saved
-        kept = call.saved(saved)
-        return part if kept is None else kept
+        for number, part in enumerate(parts):
+            if saved.is_set_to(part):
+                return number if (kept := call.saved(saved)) is None else kept
+        return saved
 
     def unpack(stored: Tensor | int) -> Tensor:
         if isinstance(stored, Tensor):

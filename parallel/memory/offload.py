@@ -6,13 +6,9 @@ of the layer before it start. The last layer's tensors are still on the device t
 
 Copies, events and waits are all on streams, and a repeated step asks for the same pinned buffers:
 all of it can be captured in a CUDA graph, after an eager step. On a CPU a copy is synchronous.
-
-Two streams may have passes of two micro-batches (`Offloader.begin_passes`). Memory of a pass is then
-freed on its stream, and host memory that one of them has read is written after that.
 """
 
 import mmap
-from collections import deque
 from typing import Any
 
 import torch
@@ -24,22 +20,19 @@ from phalanx.parallel.memory.recompute import as_bytes, free, storages
 _SMALLEST = 1 << 16  # bytes of a storage that is worth a copy
 
 
-class _HostBuffers:
-    """Pool of pinned buffers by size, kept until the process ends: pinning is slow.
-
-    With a buffer comes the event after which it may be written, if that is of another stream.
-    """
+class HostBuffers:
+    """Pool of pinned buffers by size, kept until the process ends: pinning is slow."""
 
     def __init__(self) -> None:
-        self._free: dict[int, deque[tuple[Tensor, Any]]] = {}
+        self.free_by_size: dict[int, list[Tensor]] = {}
         self._maps: list[mmap.mmap] = []
         self.used = 0  # bytes
 
-    def acquire(self, size: int, pinned: bool) -> tuple[Tensor, Any]:
+    def acquire(self, size: int, pinned: bool) -> Tensor:
         self.used += size
-        free_buffers = self._free.setdefault(size, deque())
+        free_buffers = self.free_by_size.setdefault(size, [])
         if free_buffers:
-            return free_buffers.popleft()  # the one that has been read first
+            return free_buffers.pop()
         # Not torch's pinned memory: that comes in powers of two, and keeps account of its use by
         # events, which a capture must not ask for.
         memory = mmap.mmap(-1, size)
@@ -47,15 +40,11 @@ class _HostBuffers:
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if pinned:
             pin_memory(buffer.data_ptr(), len(memory))
-        return buffer, None
+        return buffer
 
-    def release(self, buffer: Tensor, read: Any) -> None:
+    def release(self, buffer: Tensor) -> None:
         self.used -= buffer.numel()
-        self._free[buffer.numel()].append((buffer, read))
-
-    def forget_events(self) -> None:
-        for size, buffers in self._free.items():
-            self._free[size] = deque((buffer, None) for buffer, _ in buffers)
+        self.free_by_size[buffer.numel()].append(buffer)
 
 
 class OffloadedGroup:
@@ -67,7 +56,6 @@ class OffloadedGroup:
         self.pairs: list[tuple[UntypedStorage, Tensor]] = []  # storages and host buffers
         self.freed = False  # the device memory of the storages is
         self.event: Any = None  # after the last copy, out or in
-        self.stream: Any = None  # of the pass that has sent it; None on a CPU
 
 
 class Offloader:
@@ -77,15 +65,9 @@ class Offloader:
         self._cuda = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if self._cuda else None
         self._in: Any = torch.cuda.Stream(device) if self._cuda else None
-        self.host = _HostBuffers()
+        self.host = HostBuffers()
         self._last: OffloadedGroup | None = None
         self._in_flight: OffloadedGroup | None = None
-        self._beside = False  # passes of two micro-batches are on two streams
-
-    def begin_passes(self) -> None:
-        """Begin a step whose forward passes are beside backward passes, on another stream."""
-        self._beside = True
-        self.host.forget_events()  # of the last step, which a capture must not wait for
 
     def send(self, tensors: list[Tensor], number: int) -> OffloadedGroup:
         """Start copies of tensors to the host, and free those that were sent before.
@@ -99,12 +81,10 @@ class Offloader:
         self._start(self._out)
         with self._on(self._out):
             for storage in sent:
-                host, read = self.host.acquire(storage.nbytes(), self._cuda)
-                self._wait(read)
+                host = self.host.acquire(storage.nbytes(), self._cuda)
                 host.copy_(as_bytes(storage), non_blocking=True)
                 group.pairs.append((storage, host))
         group.event = self._record(self._out)
-        group.stream = torch.cuda.current_stream() if self._cuda else None
         self.settle()
         self._in_flight = self._last = group
         return group
@@ -113,11 +93,9 @@ class Offloader:
         """Wait for the copy in flight and free what it has copied."""
         group, self._in_flight = self._in_flight, None
         if group is not None:
-            self._wait(group.event)  # what a stage received is memory of neither pass
-            with self._on(group.stream):
-                self._wait(group.event)
-                for storage, _ in group.pairs:
-                    free(storage)
+            self._wait(group.event)
+            for storage, _ in group.pairs:
+                free(storage)
             group.freed = True
 
     def need(self, group: OffloadedGroup) -> None:
@@ -130,7 +108,7 @@ class Offloader:
             self._fetch(group)
         self._wait(group.event)
         for _, host in group.pairs:
-            self.host.release(host, group.event if self._beside else None)
+            self.host.release(host)
         previous, group.previous, group.pairs, group.event = group.previous, None, [], None
         if previous is not None and previous.freed:
             self._fetch(previous)
@@ -163,11 +141,11 @@ class Offloader:
         self._in_flight = self._last = None
 
 
-_OFFLOADERS: dict[torch.device, Offloader] = {}
+OFFLOADERS: dict[torch.device, Offloader] = {}
 
 
 def offloader(device: torch.device) -> Offloader:
     """Offloader of a device, created at its first use."""
-    if device not in _OFFLOADERS:
-        _OFFLOADERS[device] = Offloader(device)
-    return _OFFLOADERS[device]
+    if device not in OFFLOADERS:
+        OFFLOADERS[device] = Offloader(device)
+    return OFFLOADERS[device]

@@ -9,7 +9,7 @@ from itertools import accumulate, chain, repeat
 from operator import sub
 from pkgutil import resolve_name
 
-from phalanx.configs.layout import forced_overlap_error, micro_batches, not_overlappable
+from phalanx.configs.layout import micro_batches, not_overlappable
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
@@ -28,7 +28,8 @@ def reason_in_turn(cfg: Config, world: int) -> str | None:
         return ""
     if reason := not_overlappable(cfg):
         if wanted == "on":
-            raise ConfigError(forced_overlap_error(reason))
+            knob = "parallel.overlap_microbatches"
+            raise ConfigError(f"{knob}=on cannot run: {reason}; set {knob}=auto")
         return reason
     return _left_by_auto(cfg, world) if wanted == "auto" else None
 

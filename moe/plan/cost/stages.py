@@ -4,13 +4,13 @@ That of expert rows, at `parallel.capacity_factor` and at worst, is the differen
 without them, and from one that sends no tokens and has no replicas.
 """
 
-import copy
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import multiplies_fp8, resident_layers
+from phalanx.configs.knobs import changed
 from phalanx.configs.layout import document_places, may_be_uneven
 from phalanx.configs.remembered import STEP, remembered
 from phalanx.configs.schema import Config
@@ -231,10 +231,10 @@ def fp8_weights(cfg: Config, world: int, free: int) -> int | str:
         return cfg.precision.weights
     cfg, available = with_growth(cfg, world), int(USABLE * free)
     kept, layers = resident_layers(cfg)
-    most, least = (needed(with_fp8_weights(cfg, n), world) for n in (kept, 0))
+    most, least = (needed(changed(cfg, {"precision.weights": n}), world) for n in (kept, 0))
     if most > max(least, available):
         kept = int(layers * max(0, available - least) / (most - least))
-        while kept and needed(with_fp8_weights(cfg, kept), world) > available:
+        while kept and needed(changed(cfg, {"precision.weights": kept}), world) > available:
             kept -= 1  # layers differ, and so do stages
     return kept
 
@@ -243,8 +243,7 @@ def with_growth(cfg: Config, world: int) -> Config:
     """The configuration with the row budget that natural routing over ranks may come to need."""
     if not may_be_uneven(cfg, world):
         return cfg
-    factor = _GROWTH * cfg.parallel.capacity_factor
-    return replace(cfg, parallel=replace(cfg.parallel, capacity_factor=factor))
+    return changed(cfg, {"parallel.capacity_factor": _GROWTH * cfg.parallel.capacity_factor})
 
 
 def fp8_place(cfg: Config) -> str:
@@ -252,16 +251,6 @@ def fp8_place(cfg: Config) -> str:
     kept, layers = resident_layers(cfg)
     named = {0: "scratch", layers: "resident"}
     return named.get(kept, f"resident in {kept} of {layers} layers")
-
-
-def with_fp8_weights(cfg: Config, weights: int | str) -> Config:
-    """The configuration with another `precision.weights`."""
-    return replace(cfg, precision=replace(cfg.precision, weights=weights))
-
-
-def with_delayed(cfg: Config, value: str) -> Config:
-    """A copy with this `parallel.delay_wgrad`."""
-    return replace(cfg, parallel=replace(cfg.parallel, delay_wgrad=value))
 
 
 @dataclass(frozen=True)
@@ -309,9 +298,8 @@ def largest_factor(cfg: Config, world: int, available: int) -> float | None:
 def buffer_bytes(cfg: Config, world: int) -> int:
     """Bytes of dispatch buffers at the peak, on the stage with most, under the worst routing."""
     most = sizes(cfg, world).worst_rows
-    sent = with_delayed(cfg, OFF)  # operands that wait depend on the transport
-    local = copy.deepcopy(sent)
-    local.parallel.dispatch, local.parallel.expert_replication = "local", 0
+    sent = changed(cfg, {"parallel.delay_wgrad": OFF})  # operands depend on the transport
+    local = changed(sent, {"parallel.dispatch": "local", "parallel.expert_replication": 0})
     stages = zip(stage_memory(sent, world, most), stage_memory(local, world, most), strict=True)
     return exchange_bytes(cfg, world) + max(a.peak - b.peak for a, b in stages)
 

@@ -1,8 +1,8 @@
 """On two GPUs, forward passes beside backward passes repeat the bits of passes one after the other.
 
-Eager and captured in a graph, in bf16 and FP8, with multi-token prediction and recomputation, with
-each transport, and with pipeline stages whose experts are on one rank each. The 30 steps of each
-run also show that the exchanges of two passes at a time do not block each other.
+Eager and captured in a graph, in bf16 and FP8, with multi-token prediction, recomputation and
+offloading, with each transport, and with pipeline stages whose experts are on one rank each. The 30
+steps of each run also show that the exchanges of two passes at a time do not block each other.
 
     python -m pytest -m gpu tests/extras/overlap/test_overlapped_gpu.py
 """
@@ -31,6 +31,10 @@ MODELS = {
     ],
     "deepseek": ["model=tiny_deepseek", "model.moe.shared_ffn=128", "optim.max_logit_every=1"],
     "recomputed": ["model=tiny_deepseek", "run.recompute=[moe,norm]"],
+    "offloaded": [
+        *["model=tiny_deepseek", "run.recompute=[norm]"],
+        "run.offload=[residual,attention,expert_h]",
+    ],
 }
 EXPERTS = ["parallel.expert=2", "parallel.dispatch=alltoall"]
 STAGES = ["parallel.expert=1", "parallel.pipeline=2"]
@@ -61,7 +65,8 @@ def _cases() -> dict[str, Case]:
         *product(["symm"], ["tiny", "deepseek"], *each),
         *product(["nodes"], ["tiny"], *each),
         *product(["stages"], ["tiny"], *each),
-        *product(["chunks"], ["tiny"], ["bf16"], *each[1:]),
+        *product(["chunks"], ["tiny", "offloaded"], ["bf16"], *each[1:]),
+        *product(["symm"], ["offloaded"], ["fp8_block"], [CAPTURED], ["off", "on"]),
     ]
     for layout, model, *how in runs:
         given = overrides(model, LAYOUTS[layout], *how)

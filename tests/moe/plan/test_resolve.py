@@ -13,7 +13,7 @@ from phalanx.configs.load import load
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.plan.cost.stages import needed, with_delayed, with_fp8_weights
+from phalanx.moe.plan.cost.stages import needed
 from phalanx.moe.plan.resolve import resolve
 from tests.moe.plan.jobs import BARE, CPU, GPU, job, known, line, planned, without
 from tests.support.additions import COUNTING_TRANSPORTS
@@ -118,7 +118,9 @@ def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
     assert told(free=(0, 0)).startswith("scratch; auto; with resident weights ")
     cfg = changed(known(*FP8), {"parallel.capacity_factor": 3.0})  # room for natural routing
     # A hundredth of a layer is missing; 3 % of free memory are not for tensors.
-    most, least = (needed(with_fp8_weights(cfg, each), 2) for each in ("resident", "scratch"))
+    most, least = (
+        needed(changed(cfg, {"precision.weights": each}), 2) for each in ("resident", "scratch")
+    )
     short_of_one = int((most - (most - least) / cfg.model.layers / 100) / 0.97)
     of = cfg.model.layers
     assert told(free=(short_of_one, 2**40)).startswith(f"resident in {of - 1} of {of} layers; auto")
@@ -203,7 +205,10 @@ def test_weight_gradients_of_two_micro_batches_where_experts_have_few_rows() -> 
         r"pairs; auto; .*for two micro-batches at once; with their .*", wgrad(*alone)
     )
     assert planned(*alone).pairs
-    need = {value: needed(with_delayed(known(*alone), value), 2) for value in ("pairs", "on")}
+    cfg = known(*alone)
+    need = {
+        value: needed(changed(cfg, {"parallel.delay_wgrad": value}), 2) for value in ("pairs", "on")
+    }
     assert need["on"] < need["pairs"]
     for size, start in (
         (need["pairs"], "pairs"),

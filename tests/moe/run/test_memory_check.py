@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.plan.cost.stages import needed, with_fp8_weights
+from phalanx.moe.plan.cost.stages import needed
 from phalanx.moe.plan.facts import FreeMemory, JobFacts
 from phalanx.moe.plan.resolve import resolve
 from phalanx.moe.run.memory_check import check_memory
@@ -22,7 +23,9 @@ def warnings(*overrides: str, facts: JobFacts) -> list[str]:
 
 def test_copies_that_auto_leaves_out_are_no_reason_to_warn() -> None:
     cfg = known(*FP8, facts=job())
-    least, most = (needed(with_fp8_weights(cfg, each), 1) for each in ("scratch", "resident"))
+    least, most = (
+        needed(changed(cfg, {"precision.weights": each}), 1) for each in ("scratch", "resident")
+    )
     assert least < most
 
     def told(*more: str, free: int) -> str:
