@@ -424,9 +424,8 @@ def not_overlappable(cfg: Config) -> str | None:
         return f"kernels.backend={cfg.kernels.backend} has its own exchanges"
     if transport is not None and not (transport.one_rank or transport.overlaps_microbatches):
         return f"parallel.dispatch={p.dispatch} has one exchange for both passes"
-    for knob in ("tensor", "context"):
-        if getattr(p, knob) > 1:
-            return f"parallel.{knob}={getattr(p, knob)} has one communicator for both passes"
+    if p.context > 1:
+        return f"parallel.context={p.context} has one communicator for both passes"
     if p.expert_replication not in (0, "auto"):
         return f"parallel.expert_replication={p.expert_replication} has one communicator for both"
     if p.distributed_optimizer in ZERO3:

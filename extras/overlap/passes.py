@@ -36,9 +36,7 @@ class TwoPasses:
     beside: bool = True
 
     def groups(self, group: dist.ProcessGroup) -> Group:
-        mine = tuple(dist.get_process_group_ranks(group))
-        everyone = sorted({*gather(mine)})
-        return self.each(lambda _: {ranks: _new(ranks) for ranks in everyone}[mine])
+        return self.each(lambda _: new_groups(group, EXCHANGE_SMS))
 
     def each[T](self, make: Callable[[str], T]) -> Callable[[], T]:
         """Make two, both at once: all ranks are at the same place of a forward pass."""
@@ -49,11 +47,19 @@ class TwoPasses:
 TWO_PASSES = TwoPasses()
 
 
-def _new(ranks: tuple[int, ...]) -> Any:
+def new_groups(group: dist.ProcessGroup, sms: int | None = None) -> Any:
+    """Another group of the ranks of `group`, made on all ranks; `sms`: the most SMs it takes."""
+    mine = tuple(dist.get_process_group_ranks(group))
+    return {ranks: _new(ranks, sms) for ranks in sorted({*gather(mine)})}[mine]
+
+
+def _new(ranks: tuple[int, ...], sms: int | None) -> Any:
     options = None
     if dist.get_backend() == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas, options.config.cga_cluster_size = EXCHANGE_SMS, 1
+        options.config.cga_cluster_size = 1
+        if sms is not None:
+            options.config.max_ctas = sms
     return dist.new_group(list(ranks), timeout=time_limit(), pg_options=options)
 
 

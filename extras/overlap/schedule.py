@@ -45,7 +45,8 @@ comes later on another rank. Shared state, and the reason that two passes at a t
   backward pass ends, and every other pass waits for that one.
 - Megatron-Core's scales of auxiliary losses are set by each forward pass, to the same value.
 - Exchanges have a process group for each kind of pass, or buffers, flags and epochs
-  (`extras.overlap.passes`).
+  (`extras.overlap.passes`); collectives of tensor ranks have a group and a buffer for each
+  (`extras.overlap.tensor`).
 - Activations belong to one micro-batch, and their memory to its stream, which frees it; emptied and
   recomputed ones too. Reports, inputs and gradients cross to the caller's stream, which is waited
   for at the start and waits for both at the end.
@@ -59,6 +60,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -66,7 +68,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from phalanx.extras.overlap import offload
+from phalanx.extras.overlap import offload, tensor
 from phalanx.extras.overlap.slots import Pass, Slots
 from phalanx.extras.overlap.streams import TRANSFERS, Arrived, Places, StageTransfers, Streams
 from phalanx.kernels import wgrad_queue
@@ -80,6 +82,7 @@ class OverlappedSchedule:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self._chunks, self._device, self._streams = list(chunks), device, Streams(device)
+        tensor.separate(parallel_state.get_tensor_model_parallel_group())
         self._layers, self._experts = (Places(self._streams.event) for _ in range(2))
         for module in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(module, TransformerLayer):

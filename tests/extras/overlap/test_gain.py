@@ -86,7 +86,8 @@ def test_activations_of_two_micro_batches_are_in_memory() -> None:
         (["parallel.dispatch=symm", "parallel.expert=8"], "off", "auto; symm overlaps its"),
         (["kernels=reference"], "off", "auto; reference experts have the host wait"),
         (["run.offload=[residual]"], "on", "auto; hides "),
-        (["parallel.tensor=2"], "off", "auto; parallel.tensor=2 has one communicator"),
+        (["parallel.tensor=2"], "on", "auto; hides "),
+        (["parallel.context=2"], "off", "auto; parallel.context=2 has one communicator"),
     ],
 )
 def test_auto_takes_it_where_it_helps(overrides: list[str], value: str, reason: str) -> None:
@@ -109,7 +110,7 @@ def test_auto_leaves_it_where_it_does_not_fit_or_gain() -> None:
 
 
 def test_forced_overlap_that_cannot_run_is_an_error() -> None:
-    cfg = changed(known("parallel.tensor=2"), {KNOB: "on"})
+    cfg = changed(known("parallel.context=2"), {KNOB: "on"})
     with pytest.raises(ConfigError, match=f"{KNOB}=on cannot run: .* set {KNOB}=auto"):
         microbatch_overlap(cfg, WORLD, H200, H200.room)
 

@@ -39,6 +39,7 @@ CASES = {
         *["model=tiny_deepseek", "precision=bf16"],
         *["run.recompute=[norm]", "run.offload=[residual,attention,expert_h]"],
     ],
+    "tensor": ["model=tiny_deepseek", "precision=bf16", "parallel.tensor=2", *BALANCE],
     "muon": ["model=tiny", "precision=bf16", "optim=muon", "parallel.overlap=false"],
     "rows in fp8": ["model=tiny_deepseek", "precision=fp8_block", "precision.dispatch=fp8"],
 }
@@ -76,6 +77,13 @@ STAGES: dict[str, tuple[int, list[str]]] = {
             "run.offload=[residual,expert_h]",
         ],
     ),
+    "tensor": (
+        4,
+        [
+            *["model=tiny", "model.layers=4", "parallel.tensor=2", "parallel.pipeline=2", CHUNKS],
+            *["precision=bf16", "run.recompute=full"],
+        ],
+    ),
     "three": (
         6,
         [
@@ -95,13 +103,13 @@ STAGES: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.dist
-@mostly_slow("case", CASES, "losses", "recomputed", "offloaded", "muon")
+@mostly_slow("case", CASES, "losses", "recomputed", "offloaded", "tensor", "muon")
 def test_results_are_those_of_passes_in_turn(case: str) -> None:
     same_results(2, CASES[case])
 
 
 @pytest.mark.dist
-@mostly_slow("case", STAGES, "two", "four", "chunks", "offloaded")
+@mostly_slow("case", STAGES, "two", "four", "chunks", "offloaded", "tensor")
 def test_results_with_pipeline_stages(case: str) -> None:
     same_results(*STAGES[case])
 
@@ -219,7 +227,6 @@ def test_what_waits_for_what(recompute: str, tmp_path: Any) -> None:
             "parallel.dispatch=broadcasts has one exchange for both passes",
         ),
         (["kernels=megatron"], "kernels.backend=megatron has its own exchanges"),
-        (["parallel.tensor=2"], "parallel.tensor=2 has one communicator for both passes"),
         (["parallel.context=2"], "parallel.context=2 has one communicator for both passes"),
         (["parallel.expert_replication=1"], "parallel.expert_replication=1 has one communicator"),
     ],
