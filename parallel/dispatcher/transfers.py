@@ -326,8 +326,7 @@ def saving(rows: Rows, call: LayerCall) -> Iterator[None]:
 
     Other exchanges take the receive buffer before the backward pass. Hooks of autograd get other
     tensor objects than were saved, so that rows are known by their storage and their place in it,
-    not by their address. `rows` keeps the storage alive, so that no other tensor can have it. The
-    values of FP8 rows are asked for before their scales.
+    not by their address. `rows` keeps the storage alive, so that no other tensor can have it.
     """
     parts, again = tensors_of(rows), list[Tensor]()
 
@@ -340,7 +339,7 @@ def saving(rows: Rows, call: LayerCall) -> Iterator[None]:
     def unpack(stored: Tensor | int) -> Tensor:
         if isinstance(stored, Tensor):
             return stored
-        if stored == 0:
+        if stored == 0:  # of FP8 rows values are asked for before scales
             resend(call, all_sms=True)
             again[:] = tensors_of(call.resent_rows())
         return again[stored]

@@ -1,8 +1,9 @@
 """On two GPUs, forward passes beside backward passes repeat the bits of passes one after the other.
 
 Eager and captured in a graph, in bf16 and FP8, with multi-token prediction, recomputation and
-offloading, with each transport, and with pipeline stages whose experts are on one rank each. The 30
-steps of each run also show that the exchanges of two passes at a time do not block each other.
+offloading, with each transport and tensor ranks, and with pipeline stages whose experts are on one
+rank each. The 30 steps of each run also show that the exchanges of two passes at a time do not
+block each other.
 
     python -m pytest -m gpu tests/extras/overlap/test_overlapped_gpu.py
 """
@@ -41,6 +42,7 @@ STAGES = ["parallel.expert=1", "parallel.pipeline=2"]
 LAYOUTS = {
     "experts": EXPERTS,
     "symm": ["parallel.expert=2", "parallel.dispatch=symm"],
+    "tensor": [*EXPERTS, "parallel.tensor=2"],
     "nodes": ["parallel.expert=2", "parallel.dispatch=hier"],
     "stages": STAGES,
     "chunks": [*STAGES, "parallel.virtual_pipeline=2"],
@@ -63,6 +65,7 @@ def _cases() -> dict[str, Case]:
     runs = [
         *product(["experts"], MODELS, *each),
         *product(["symm"], ["tiny", "deepseek"], *each),
+        *product(["tensor"], ["deepseek"], *each),
         *product(["nodes"], ["tiny"], *each),
         *product(["stages"], ["tiny"], *each),
         *product(["chunks"], ["tiny", "offloaded"], ["bf16"], *each[1:]),

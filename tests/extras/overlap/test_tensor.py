@@ -18,13 +18,13 @@ def _used() -> tuple[list[bool], list[int], int]:
 
         from phalanx.extras.overlap.tensor import separate
 
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     groups, buffers = list[Any](), list[Any]()
     for module in (layers, mappings):
         for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
             setattr(module, name, lambda *_, group: groups.append(group))
-    tensor = dist.new_group([0, 1]) if dist.get_rank() < 2 else None
-    other = dist.new_group([2, 3])
-    group: Any = tensor or other
+    pairs: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    group = pairs[dist.get_rank() // 2]
     for _ in range(2):  # a second run in the process
         separate(group)
 
