@@ -61,8 +61,8 @@ class ParallelConfig:
 
     Tokens of one are exchanged while the GPU computes the other (docs/dispatch.md). Results are the
     same bit for bit; activations of two micro-batches are in memory, with pipeline stages those of
-    up to twice as many as otherwise. `auto` is `on` with `alltoall` and `hier` where the estimate
-    of `run.dry_run` expects a shorter step and has memory for it.
+    up to twice as many as otherwise. `auto` is `on` with `alltoall` and `hier`, without `tensor`
+    and `run.offload`, where `run.dry_run` expects a shorter step and has memory for it.
     """
     capacity_factor: float = knob(1.5, at_least=1)
     """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.
