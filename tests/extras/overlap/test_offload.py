@@ -18,7 +18,7 @@ CUDA: Any = SimpleNamespace(type="cuda")
 
 
 class Stream:
-    """What `torch.cuda.Stream` orders: numbers of the copies that the next work comes after."""
+    """Stand-in for `torch.cuda.Stream`: numbers of the copies that its next work comes after."""
 
     now: "Stream"
     copies = 0
