@@ -67,7 +67,7 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
                 most = math.gcd(max(1, each), _MOST_MICRO_BATCH)
                 group = math.gcd(e.experts, world // pipeline) if has_experts(cfg.model) else 1
                 sizes = _powers(min(group, _MOST_EXPERT_NODES * node_gpus))
-                overlaps = context == 1 and cfg.parallel.overlap_microbatches == "auto"
+                overlaps = tensor * context == 1 and cfg.parallel.overlap_microbatches == "auto"
                 for chunks in _powers(_MOST_CHUNKS if pipeline > 1 else 1):
                     if pipeline * chunks > cfg.model.layers:
                         break
