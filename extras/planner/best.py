@@ -252,8 +252,8 @@ def fastest(
     None if none does, or it is not valid. Of a layout whose stages `cfg` lays out itself, with its
     stages or balanced ones.
     """
-    # Overlap that is not asked for is that of `auto`, which is not beside offloading.
-    sets = [each for each in sets if not (layout.overlap and each.changes["run.offload"])]
+    # Overlap that is not asked for is proposed where no set of the model needs offloading.
+    sets = [] if layout.overlap and sets and sets[-1].changes["run.offload"] else sets
     both = [_fastest(cfg, sizes, sets, world, machine, slowest) for sizes in layout.stagings(cfg)]
     return min((one for one in both if one), key=lambda one: one.seconds, default=None)
 
