@@ -67,8 +67,8 @@ _UPDATE_RATE = 1.3
 """Bytes a second of our AdamW's long passes over those of elementwise work: 3,800 to 4,100 GB/s on
 an H200 (the same file)."""
 _BESIDE_EXCHANGES = 0.99
-"""Rate of experts that leave 8 SMs to exchanges beside them: 1.0 of Qwen3-30B-A3B, 0.96 or more of
-DeepSeek-V3 (docs/measured: training/pipelines_two_h100s.md, kernels/between_h100s.md)."""
+"""Rate of experts beside exchanges on 8 SMs: 1.0 of Qwen3-30B-A3B, 0.96 or more of DeepSeek-V3
+(docs/measured/training/pipelines_two_h100s.md, docs/measured/kernels/between_h100s.md)."""
 _OVERLAPPED = 0.9  # part of a pass beside which parameters are gathered or gradients reduced
 
 
