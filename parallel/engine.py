@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.configs.tables.capabilities import OVERLAP, ZERO3
-from phalanx.configs.tables.optimizers import OPTIMIZERS
+from phalanx.configs.tables.optimizers import MOMENTS, OPTIMIZERS
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.elementwise.sums import square_sum
 from phalanx.kernels.expert_mlp import fp8
@@ -74,9 +74,11 @@ class Engine:
         self.config = config
         self._wgrads = wgrads
         self.modules = list(chunks)
-        sharded = parallel.distributed_optimizer
-        kind = ZERO3.get(str(sharded), OPTIMIZERS[optim.kind].implementation)
-        setup: adam.Setup = resolve_name(kind)(optim, config)
+        sharded, moments = parallel.distributed_optimizer, MOMENTS[optim.moments]
+        kind = resolve_name(ZERO3.get(str(sharded), OPTIMIZERS[optim.kind].implementation))
+        if moments.hosted:
+            kind = resolve_name(moments.hosted)(kind)
+        setup: adam.Setup = kind(optim, config)
         for chunk in self.modules:
             setup.mark(chunk)
         wrapped = [Float16Module(config, c) if config.bf16 else c for c in chunks]
@@ -115,11 +117,11 @@ class Engine:
             use_distributed_optimizer=bool(sharded),
             overlap_param_gather=ddp.overlap_param_gather,
         )
-        if config.bf16 and sharded and optim.moments == "bf16":
+        if config.bf16 and sharded and moments.bf16:
             patches.without_masters(settings)
-        moments = torch.bfloat16 if optim.moments == "bf16" else torch.float32
-        adam.install(moments, setup.kind, **setup.options())
-        self._clips_in_update = optim.moments == "bf16"  # so does AdamW with moments in bf16
+        dtype = torch.bfloat16 if moments.bf16 else torch.float32
+        adam.install(dtype, setup.kind, **setup.options())
+        self._clips_in_update = moments.bf16  # so does AdamW with moments in bf16
         self._clip_coef = torch.ones((), device=device)
         self._scales_gradients = False  # the update begins with a pass that clips
         self._rescales: Callable[[], bool] = lambda: False

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from phalanx.configs.fields import knob
-from phalanx.configs.tables.optimizers import OPTIMIZERS
+from phalanx.configs.tables.optimizers import MOMENTS, OPTIMIZERS
 
 
 @dataclass
@@ -58,11 +58,11 @@ class OptimConfig:
     """Nesterov's form of Muon's momentum."""
     ns_steps: int = knob(5, at_least=1)
     """Newton-Schulz iterations by which Muon makes an update orthogonal, in the run's own dtype."""
-    moments: str = knob("fp32", choices=("fp32", "bf16"))
-    """Dtype of the moments: `fp32`, or `bf16`, which saves 6 bytes per parameter (of Muon's, 4).
+    moments: str = knob("fp32", choices=(MOMENTS,))
+    """Dtype of the moments, and their place.
 
     With `bf16` the fp32 master weight is stored as the bf16 weight and its missing 16 bits, without
-    loss (arXiv 2412.19437).
+    loss (arXiv 2412.19437). From host memory (docs/memory.md) states are copied for the update.
     """
     clip_grad: float = 1.0
     """Limit of the global gradient norm; 0 turns clipping off."""

@@ -43,6 +43,26 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 }
 """Optimizers keyed by `optim.kind`; checkpoints that name none have the first."""
 
+
+@dataclass(frozen=True)
+class MomentFacts:
+    """Dtype and place of moments."""
+
+    bf16: bool  # otherwise fp32
+    meaning: str
+    hosted: str = ""
+    """Path of `(parallel.megatron.adam.Setup class) -> class` with states in host memory."""
+
+
+_HOSTED = "phalanx.extras.host_states.optimizer:hosted"
+MOMENTS: dict[str, MomentFacts] = {
+    "fp32": MomentFacts(False, "on the GPU"),
+    "bf16": MomentFacts(True, "on the GPU, saves 6 bytes per parameter (of Muon's, 4)"),
+    "fp32_host": MomentFacts(False, "in host memory, with the master weights", _HOSTED),
+    "bf16_host": MomentFacts(True, "in host memory, with the master weights", _HOSTED),
+}
+"""Moments keyed by `optim.moments`."""
+
 AFTER_UPDATES = {"qk_clip": "phalanx.extras.muon.qk_clip:QKClip"}
 """Rescaling of parameters after an update, by the knob of `optim` that switches it on.
 

@@ -13,6 +13,7 @@ one number of ranks can read. With that layout the distributed optimizer of Adam
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -42,6 +43,14 @@ class Matrices:
     rows: tuple[int, ...]
     columns: int
     split: int | None = None  # axis of the matrix that tensor parallel ranks share, if they do
+
+
+class Range(NamedTuple):
+    """Elements [start, stop) of a parameter, flattened."""
+
+    tensor: Tensor
+    start: int
+    stop: int
 
 
 def of(p: Tensor) -> Matrices | None:

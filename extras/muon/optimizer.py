@@ -16,9 +16,9 @@ Legend: B matrices of a stack, M rows, N columns.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as ps
@@ -29,6 +29,7 @@ from torch import Tensor
 from phalanx.extras.muon.elementwise import momentum, move_
 from phalanx.extras.muon.matrices import (
     Matrices,
+    Range,
     hand_on,
     joined,
     layout,
@@ -38,6 +39,7 @@ from phalanx.extras.muon.matrices import (
     untag,
 )
 from phalanx.extras.muon.newton_schulz.symmetric import gram, polynomial
+from phalanx.kernels.expert_mlp.main_grad import facts_of
 from phalanx.parallel.megatron.adam import AdamW, Setup, StepNumbers
 from phalanx.parallel.megatron.updated import parts, updated
 
@@ -83,41 +85,63 @@ class Muon(AdamW):
     def _moments_of(self, p: Tensor) -> tuple[str, ...]:
         return super()._moments_of(p) if of(p) is None else (self.own_state,)
 
+    def batches(
+        self, params: Iterable[Tensor], packed: Callable[[list[Tensor]], Iterator[list[Range]]]
+    ) -> Iterator[list[Range]]:
+        """Ranges of parameters that are updated at a time, in order; `packed` makes AdamW's."""
+        params = list(params)
+        yield from packed([p for p in params if of(p) is None])
+        yield from self._together(params)
+
+    def part_of(self, part: Tensor, whole: Tensor) -> None:
+        """Note on a part of a parameter, of whole matrices, which they are."""
+        if (found := of(whole)) is not None:
+            batch = found.batch * part.numel() // whole.numel()
+            facts_of(part).matrices = replace(found, batch=batch)
+
     def _update(self, group: dict[str, Any], params: list[Tensor], numbers: StepNumbers) -> None:
         super()._update(group, [p for p in params if of(p) is None], numbers)
-        waiting: list[_Move] = []
+        for ranges in self._together(params):
+            self._move([self._with_momentum(each, numbers) for each in ranges], numbers)
+
+    def _together(self, params: Iterable[Tensor]) -> Iterator[list[Range]]:
+        """Ranges of whole matrices, of `_SLICE` elements or a larger matrix at a time."""
+        waiting, size = list[Range](), 0
         for p in sorted(params, key=torch.numel):  # small ones of all layers together
             if (matrices := of(p)) is not None:
-                for part in self._slices(p, matrices):
-                    if sum(m.weight.numel() for m in waiting) + part.weight.numel() > _SLICE:
-                        self._move(waiting, numbers)
-                    waiting.append(self._with_momentum(part, matrices, numbers))
-        self._move(waiting, numbers)
+                matrix = p.numel() // matrices.batch
+                for begin in range(0, p.numel(), step := max(1, _SLICE // matrix) * matrix):
+                    part = Range(p, begin, min(begin + step, p.numel()))
+                    if waiting and size + part.stop - begin > _SLICE:
+                        yield waiting
+                        waiting, size = [], 0
+                    waiting.append(part)
+                    size += part.stop - begin
+        if waiting:
+            yield waiting
 
-    def _slices(self, p: Tensor, matrices: Matrices) -> Iterator["_Slice"]:
-        shape = (matrices.batch, -1, matrices.columns)
-        state = self.state[p]
-        tensors = [p, getattr(p, self._grad), state[self.own_state]]
-        tensors += [state["remainder"]] if "remainder" in state else []
-        stacks = [t.detach().view(shape) for t in tensors]
-        at_once = max(1, _SLICE * matrices.batch // p.numel())
-        for part in zip(*(s.split(at_once) for s in stacks), strict=True):
-            yield _Slice(*part)
-
-    def _with_momentum(self, part: "_Slice", matrices: Matrices, numbers: StepNumbers) -> "_Move":
+    def _with_momentum(self, part: Range, numbers: StepNumbers) -> "_Move":
+        p, matrices, state = part.tensor, of(part.tensor), self.state[part.tensor]
+        assert matrices is not None
+        tensors = [p, getattr(p, self._grad), state[self.own_state], state.get("remainder")]
+        shape = ((part.stop - part.start) * matrices.batch // p.numel(), -1, matrices.columns)
+        weight, grad, buffer, remainder = (
+            None if t is None else t.detach().view(-1)[part.start : part.stop].view(shape)
+            for t in tensors
+        )
         update = momentum(
-            part.grad,
-            part.buffer,
+            grad,
+            buffer,
             keep=self.recipe.momentum,
             nesterov=self.recipe.nesterov,
             clip_coef=numbers.clip_coef,
             # The library normalizes the matrices that it takes before it rounds them.
             dtype=self.recipe.dtype if matrices.split is None else torch.float32,
         )
-        return _Move(part.weight, part.remainder, matrices, pieces(update, matrices))
+        return _Move(weight, remainder, matrices, pieces(update, matrices))
 
     def _move(self, waiting: list["_Move"], numbers: StepNumbers) -> None:
-        """Move what waits, and let go of it. Matrices of one shape are made orthogonal together."""
+        """Move what waits. Matrices of one shape are made orthogonal together."""
         alike = defaultdict[Any, list[tuple[_Move, int]]](list)
         for move in waiting:
             for i, part in enumerate(move.parts):
@@ -131,7 +155,6 @@ class Muon(AdamW):
         for move in waiting:
             update = joined(move.parts, move.matrices)
             move_(move.weight, update, **how, remainder=move.remainder)
-        waiting.clear()
 
     def _orthogonal(self, stack_BMN: Tensor, split: int | None) -> Tensor:
         """Scaled to the update of weights, before the learning rate; contiguous."""
@@ -201,13 +224,6 @@ class MuonSetup(Setup):
     def built(self, optimizer: Any) -> None:
         for part in parts(optimizer):
             hand_on((u.parameter, u.main) for u in updated(part))
-
-
-class _Slice(NamedTuple):
-    weight: Tensor
-    grad: Tensor
-    buffer: Tensor
-    remainder: Tensor | None = None
 
 
 @dataclass

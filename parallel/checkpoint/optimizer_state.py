@@ -113,7 +113,9 @@ class OptimizerState:
             weight = own.parameter.detach().view(-1)[own.start : own.stop]
             if "remainder" in own.tensors:
                 master = loaded.tensors["param"].to(weight.device)
-                split_(master, weight, own.tensors["remainder"])
+                remainder = torch.empty_like(weight, dtype=torch.int16)
+                split_(master, weight, remainder)
+                own.tensors["remainder"].copy_(remainder.view_as(own.tensors["remainder"]))
             else:
                 remainder = loaded.tensors["remainder"].to(weight.device)
                 own.tensors["param"].view(-1).copy_(merged(weight, remainder))
@@ -154,9 +156,9 @@ def begin_anew(optimizer: Any) -> None:
     weights, all else is 0.
     """
     optimizer.reload_model_params()
-    for part in parts(optimizer):
-        for state in part.optimizer.state.values():
-            for tensor in state.values():
+    for owned in (owned for part in parts(optimizer) for owned in _owned(part)):
+        for name, tensor in owned.tensors.items():
+            if name != "param":
                 tensor.zero_()
     set_step_count(optimizer, 0)
     if has_averages(optimizer):

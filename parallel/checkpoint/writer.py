@@ -87,7 +87,7 @@ class Staging:
             if self._unpin is not None:
                 self._unpin()
             self._memory = mmap.mmap(-1, max(size, 1))  # anonymous and shared
-            self._unpin = _pin(self, self._memory) if pinned else None
+            self._unpin = pin(self, self._memory) if pinned else None
         return self._memory
 
 
@@ -109,7 +109,8 @@ def _touch(address: int, size: int) -> None:
         list(pool.map(lambda i: memset(address + i, 0, min(part, size - i)), range(0, size, part)))
 
 
-def _pin(owner: Staging, memory: mmap.mmap) -> weakref.finalize:
+def pin(owner: object, memory: mmap.mmap) -> weakref.finalize:
+    """Pin memory, after it is cleared, until `owner` is gone or the result is called."""
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     _touch(address, len(memory))
     pin_memory(address, len(memory))
