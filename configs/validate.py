@@ -45,7 +45,7 @@ from phalanx.configs.tables.backends import (
 from phalanx.configs.tables.capabilities import SHARDED_PROBLEMS, ZERO3
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.machines import MACHINES, machine_named
-from phalanx.configs.tables.optimizers import OPTIMIZERS
+from phalanx.configs.tables.optimizers import MOMENTS, OPTIMIZERS
 from phalanx.configs.tables.transports import TRANSPORTS
 
 __all__ = [
@@ -409,11 +409,15 @@ def _optim(cfg: Config) -> Iterator[str]:
             f"split by parallel.context={cfg.parallel.context}"
         )
         yield repair(cfg, "kernels.attention", reason, "auto")
-    if o.moments == "bf16":
+    if MOMENTS[o.moments].hosted:
+        reason = f"is impossible with states in host memory (optim.moments={o.moments})"
+        plain = {"parallel.distributed_optimizer": True, "optim.ema": 0.0, "optim.qk_clip": 0.0}
+        yield from (repair(cfg, k, reason, v) for k, v in plain.items() if get(cfg, k) != v)
+    if MOMENTS[o.moments].bf16:
         for knob in facts.decay_rates:
             # A step at 0.999 takes off less than half a unit in the last place of bf16: nothing.
             if getattr(o, knob) > _BETA_OF_BF16:
-                reason = f"is above {_BETA_OF_BF16}, where moments=bf16 rounds decay away"
+                reason = f"is above {_BETA_OF_BF16}, where moments={o.moments} rounds decay away"
                 yield repair(cfg, f"optim.{knob}", reason, _BETA_OF_BF16)
 
 

@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.configs.tables.capabilities import OVERLAP, ZERO3
-from phalanx.configs.tables.optimizers import MOMENTS, OPTIMIZERS
+from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS, OPTIMIZERS
 from phalanx.kernels import wgrad_queue
 from phalanx.kernels.elementwise.sums import square_sum
 from phalanx.kernels.expert_mlp import fp8
@@ -57,6 +57,7 @@ class Engine:
         optim: kind of optimizer, the dtype of moments, and schedule.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches.
         wgrads: events for which weight gradients wait.
+        state_room: bytes of the device that states in host memory may fill.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         device: torch.device,
         overlap_microbatches: bool = False,
         wgrads: wgrad_queue.Waiting = wgrad_queue.AT_ONCE,
+        state_room: int = 0,
     ) -> None:
         self.config = config
         self._wgrads = wgrads
@@ -77,7 +79,7 @@ class Engine:
         sharded, moments = parallel.distributed_optimizer, MOMENTS[optim.moments]
         kind = resolve_name(ZERO3.get(str(sharded), OPTIMIZERS[optim.kind].implementation))
         if moments.hosted:
-            kind = resolve_name(moments.hosted)(kind)
+            kind = resolve_name(HOST_STATES["setup"])(kind, state_room)
         setup: adam.Setup = kind(optim, config)
         for chunk in self.modules:
             setup.mark(chunk)

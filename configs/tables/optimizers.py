@@ -50,18 +50,23 @@ class MomentFacts:
 
     bf16: bool  # otherwise fp32
     meaning: str
-    hosted: str = ""
-    """Path of `(parallel.megatron.adam.Setup class) -> class` with states in host memory."""
+    hosted: bool = False  # in host memory, as are master weights
 
 
-_HOSTED = "phalanx.extras.host_states.optimizer:hosted"
 MOMENTS: dict[str, MomentFacts] = {
     "fp32": MomentFacts(False, "on the GPU"),
     "bf16": MomentFacts(True, "on the GPU, saves 6 bytes per parameter (of Muon's, 4)"),
-    "fp32_host": MomentFacts(False, "in host memory, with the master weights", _HOSTED),
-    "bf16_host": MomentFacts(True, "in host memory, with the master weights", _HOSTED),
+    "fp32_host": MomentFacts(False, "in host memory, with the master weights", hosted=True),
+    "bf16_host": MomentFacts(True, "in host memory, with the master weights", hosted=True),
 }
 """Moments keyed by `optim.moments`."""
+HOST_STATES = {
+    "setup": "phalanx.extras.host_states.optimizer:hosted",
+    "slots": "phalanx.extras.host_states.estimate:slot_bytes",
+    "placement": "phalanx.extras.host_states.estimate:placement",
+    "seconds": "phalanx.extras.host_states.estimate:seconds",
+}
+"""Parts of states in host memory."""
 
 AFTER_UPDATES = {"qk_clip": "phalanx.extras.muon.qk_clip:QKClip"}
 """Rescaling of parameters after an update, by the knob of `optim` that switches it on.

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from phalanx.extras.host_states.memory import zeros
-from phalanx.extras.host_states.stream import Job, Stream, aligned
+from phalanx.extras.host_states.stream import ELEMENTS, Job, Stream, aligned
 from phalanx.parallel.megatron.adam import AdamW, Setup
 from phalanx.parallel.megatron.updated import parts, updated
 
-ELEMENTS = 32 << 20
-"""Elements that AdamW updates at a time: 192 MiB of moments in bf16 and remainders."""
 MASTER = "param"
 """Name of a master copy among the states, as in checkpoints."""
 
@@ -157,20 +155,23 @@ def packed(params: Iterable[Tensor]) -> Iterator[list[Range]]:
         yield waiting
 
 
-def hosted(setup: type[Setup]) -> type[Setup]:
-    """The setup of the same optimizer with states in host memory."""
+def hosted(setup: type[Setup], room: int) -> type[Setup]:
+    """The setup of the same optimizer with states in host memory.
+
+    `room`: bytes of the GPU for states that stay there.
+    """
 
     class Hosted(setup):  # type: ignore[misc, valid-type]
         kind = type(f"Hosted{setup.kind.__name__}", (HostStates, setup.kind), {})
 
         def built(self, optimizer: Any) -> None:
             super().built(optimizer)
-            _move(optimizer)
+            _move(optimizer, room)
 
     return Hosted
 
 
-def _move(optimizer: Any) -> None:
+def _move(optimizer: Any, room: int) -> None:
     """Host the states of a chain of optimizers, which take turns at one stream."""
     jobs, device = list[Job](), torch.device("cpu")
     for part in parts(optimizer):
@@ -184,7 +185,7 @@ def _move(optimizer: Any) -> None:
             part._copy_main_params_to_model_params = lambda: None  # a step does
             part._copy_model_params_to_main_params = partial(_reload, part.optimizer, weights)
         device = part.optimizer.param_groups[0]["params"][0].device
-    stream = Stream(jobs, device)
+    stream = Stream(jobs, device, room)
     for part in parts(optimizer):
         part.optimizer.stream = stream
 

@@ -26,6 +26,8 @@ _ALIGN = 512  # bytes; whole cache lines, and any dtype
 SLOTS = 4
 """Slots of the jobs that take turns: one is changed, one copied in, one out; one more for jobs of
 different sizes."""
+ELEMENTS = 32 << 20
+"""Elements of a parameter in a job: 192 MiB of two moments and a remainder in 16 bits each."""
 
 
 def aligned(size: int) -> int:

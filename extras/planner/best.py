@@ -285,11 +285,7 @@ def _may_fit(cfg: Config, sizes: Changes, world: int, machine: Machine) -> bool:
     trial = changed(cfg, sizes | {"run.recompute": [], "run.offload": []})
     if _least_bytes(trial, world) > machine.safe_room or any(layout_problems(trial, world)):
         return False
-    states = (
-        w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
-        for w in stage_weights(trial, world)
-    )
-    return max(states) < machine.safe_room
+    return max(w.device_bytes for w in stage_weights(trial, world)) < machine.safe_room
 
 
 def _least_bytes(cfg: Config, world: int) -> float:

@@ -228,7 +228,7 @@ def _memory(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
         m = stages[i]
         w = m.weights
         cells = [count(w.dense + w.expert)]
-        parts = (w.parameter_bytes, w.gradient_bytes, w.optimizer_bytes, m.saved)
+        parts = (w.parameter_bytes, w.gradient_bytes, w.device_states, m.saved)
         cells += [storage(x) for x in (*parts, _backward(m), m.peak)]
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
     if worst.weights.padding_bytes:

@@ -21,6 +21,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.layers import MIXERS
+from phalanx.configs.tables.optimizers import MOMENTS
 from phalanx.configs.validate import is_valid
 from phalanx.kernels.limits import Refusal
 from phalanx.moe.plan.cost.weights import stage_weights
@@ -37,7 +38,7 @@ def minimum_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     total = 0
     for rank in ranks:
         w = weights[rank // each]
-        total += w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
+        total += w.device_bytes
         total += logits_bytes(cfg) if rank // each == _last_stage(cfg) else 0
     return total
 
@@ -48,6 +49,8 @@ def launch_refusal(cfg: Config, world: int) -> Refusal:
     LOCAL_WORLD_SIZE of them are on this host if that is set.
     """
     local = range(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    if text := host_refusal(cfg, world, local, free_host_memory()):
+        return text
     if cfg.run.device == "cpu" or not torch.cuda.is_available():
         return memory_refusal(cfg, world, local, free_host_memory())
     for rank in local[: torch.cuda.device_count()]:
@@ -75,6 +78,21 @@ def memory_refusal(cfg: Config, world: int, ranks: Sequence[int], memory: FreeMe
         f"{storage(need)} of {memory.device}, which has {storage(most)} free; "
         f"{_largest(cfg, logits=len(ranks) * logits_bytes(cfg) > need // 2)}: set "
         f"{helps}{_more_ranks(cfg, world)}"
+    )
+
+
+def host_refusal(cfg: Config, world: int, ranks: Sequence[int], host: FreeMemory) -> Refusal:
+    """Why the states of these ranks do not fit the memory of their host; None if they do."""
+    weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
+    need = sum(weights[rank // each].hosted_bytes for rank in ranks)
+    if need <= host.free:
+        return None
+    knob = f"optim.moments={cfg.optim.moments}"
+    helps = " set optim.moments=bf16_host, or" * (not MOMENTS[cfg.optim.moments].bf16)
+    return (
+        f"{cfg.model.name} does not fit: states of {pluralize(len(ranks), 'rank')} in host memory "
+        f"({knob}) take {storage(need)} of {host.device}, which has {storage(host.free)} free:"
+        f"{helps} use more hosts{_more_ranks(cfg, world)}"
     )
 
 

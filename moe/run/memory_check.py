@@ -22,6 +22,7 @@ from phalanx.configs.validate import ConfigError, is_valid
 from phalanx.moe.plan.cost.stages import chooses_fp8_weights, host_needed, needed
 from phalanx.moe.plan.facts import FreeMemory, JobFacts, RankFacts
 from phalanx.moe.plan.memory_check import (
+    host_refusal,
     logits_bytes,
     memory_refusal,
     nearly_full,
@@ -39,6 +40,10 @@ def check_memory(cfg: Config, plan: Plan, facts: JobFacts) -> list[str]:
     The `cfg` is as the user set it. Raises ConfigError if the run surely does not fit on one rank,
     which is named.
     """
+    for rank in {r.host: r for r in facts.ranks}.values():
+        ranks = facts.on_host(rank.rank)
+        if text := host_refusal(cfg, facts.world, ranks, rank.host_memory):
+            raise ConfigError(text if ranks[0] == 0 else f"{text} ({rank.host})")
     for rank in _tightest(cfg, facts):
         if text := memory_refusal(cfg, facts.world, _sharing(facts, rank), rank.memory):
             raise ConfigError(text if rank.rank == 0 else f"{text} (rank {rank.rank})")
@@ -77,8 +82,13 @@ def _warnings(cfg: Config, plan: Plan, facts: JobFacts, rank: RankFacts) -> Iter
         local_ranks = facts.on_host(rank.rank)
         yield _pinned(cfg, world, local_ranks, rank.host_memory)
         offloaded = len(local_ranks) * host_needed(known, world)
-        knob, without = f"run.offload={shown(cfg.run.offload)}", overrides({"run.offload": []})
-        yield nearly_full(knob, offloaded, rank.host_memory, f"set {without}")
+        knob, helps = (
+            f"run.offload={shown(cfg.run.offload)}",
+            f"set {overrides({'run.offload': []})}",
+        )
+        if not cfg.run.offload:
+            knob, helps = f"optim.moments={cfg.optim.moments}", "use more hosts"
+        yield nearly_full(knob, offloaded, rank.host_memory, helps)
 
 
 def _pinned(cfg: Config, world: int, local_ranks: list[int], host: FreeMemory) -> str:

@@ -20,7 +20,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import machine_named
-from phalanx.configs.tables.optimizers import AFTER_UPDATES
+from phalanx.configs.tables.optimizers import AFTER_UPDATES, HOST_STATES, MOMENTS
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, channel_order
 from phalanx.kernels.registry import Choice
 from phalanx.moe.job import Job
@@ -32,6 +32,7 @@ from phalanx.moe.model.kernel_facts import activation_of
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.megatron_config import Layout, transformer_config
 from phalanx.moe.plan.described import agreed_plan
+from phalanx.moe.plan.facts import free_gpu_memory
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.plan.remedies import fp8_gain
 from phalanx.moe.shared_experts import SharedExperts
@@ -64,6 +65,12 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
         plan: plan of the run; by default the ranks make one.
     """
     plan = plan or agreed_plan(cfg, runtime)[0]
+    lines, state_room = plan.lines(), 0
+    if MOMENTS[cfg.optim.moments].hosted:
+        on_gpu = runtime.device.type == "cuda"
+        free = free_gpu_memory(runtime.device).free if on_gpu else 0
+        state_room, line = resolve_name(HOST_STATES["placement"])(plan.cfg, plan.world, free)
+        lines.append(line)
     built = build_model(plan, runtime)
     groups = built.groups
     initialize(
@@ -82,9 +89,10 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
         device=runtime.device,
         overlap_microbatches=plan.overlaps,
         wgrads=plan.waiting(groups.pg.pp.rank()),
+        state_room=state_room,
     )
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
-    lines = [*plan.lines(), *_estimates(cfg, plan, built)]
+    lines += _estimates(cfg, plan, built)
     return Job(cfg, plan, runtime, groups, lines, built.budget, engine, tops)
 
 

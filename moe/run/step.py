@@ -18,6 +18,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from phalanx.configs.arithmetic.batch_sizes import model_input
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.optimizers import MOMENTS
 from phalanx.moe.job import Job
 from phalanx.moe.labels import (
     Batch,
@@ -53,7 +54,8 @@ class Step:
         self.cfg, self.job = cfg, job
         begin = job.runtime.connections.begin
         self.graph = StepGraph(self.forward_backward, begin) if job.plan.captured else None
-        self._updates = UpdateGraphs() if job.plan.captured else None
+        captured = job.plan.captured and not MOMENTS[cfg.optim.moments].hosted
+        self._updates = UpdateGraphs() if captured else None  # copies outlast a hosted update
         self.capture_failure: CaptureFailed | None = None
         """Failure after which `run.graph=auto` computes eager steps; None if there was none."""
         self.update_failure: CaptureFailed | None = None

@@ -51,15 +51,14 @@ class StageMemory:
     saved: int  # activations saved for backward passes, of all micro-batches in flight
     backward: int  # peak of the largest backward pass on top of that
     validation: int  # bytes of a validation, which cannot use the memory of a captured step
-    host: int  # bytes in host memory, of all micro-batches in flight (`run.offload`)
+    host: int  # bytes in host memory: states of the optimizer, and of all micro-batches in flight
     waiting: int = 0  # operands of weight gradients that wait (`parallel.delay_wgrad`)
     held: int = 0  # number of backward passes whose weight gradients wait beyond a transfer
 
     @property
     def states(self) -> int:
-        """Bytes of parameters, gradients, padding of their buffers, and optimizer."""
-        w = self.weights
-        return w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
+        """Bytes of parameters, gradients and optimizer on the device."""
+        return self.weights.device_bytes
 
     @property
     def peak(self) -> int:
@@ -128,7 +127,8 @@ def _at_once(cfg: Config, world: int, rows: int | None) -> list[StageMemory]:
             saved=in_flight_bytes(cfg, world, i, [c.saved for c in held]),
             backward=_backward(kinds := frozenset().union(*(c.layers for c in held)), head),
             validation=_validation(cfg, kinds),
-            host=in_flight_bytes(cfg, world, i, [c.offloaded for c in held]),
+            host=in_flight_bytes(cfg, world, i, [c.offloaded for c in held])
+            + weights[i].hosted_bytes,
         )
         for i, held in enumerate(stages)
     ]

@@ -32,6 +32,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import ZERO3
 from phalanx.configs.tables.machines import Machine
+from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS
 from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.delayed_wgrad import waits
 from phalanx.moe.plan.cost.exchange import (
@@ -327,6 +328,8 @@ def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights
         rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
         seconds += w.whole.flops / (rate * 1e12)
         update = max(update, seconds)
+    if MOMENTS[cfg.optim.moments].hosted:
+        update = max(update, resolve_name(HOST_STATES["seconds"])(cfg, world, machine))
     return update
 
 

@@ -39,7 +39,7 @@ from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import SHARDED_WEIGHTS, ZERO3
 from phalanx.configs.tables.layers import MIXERS
-from phalanx.configs.tables.optimizers import OPTIMIZERS
+from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS, OPTIMIZERS
 
 _FP32 = 4
 _UNDIVIDED = {
@@ -73,12 +73,25 @@ class Weights:
     gradient_bytes: int  # buffers of `parallel.grad_dtype`, one element for each parameter
     whole: "WholeUpdates"  # matrices that the optimizer updates as a whole
     padding_bytes: int  # of both buffers, because ranks own unequal shares of these matrices
-    optimizer_bytes: int
+    optimizer_bytes: int  # wherever they are
     """This rank's shard: fp32 master weights (bf16 runs), moments, averages of `optim.ema`.
 
     Two moments of AdamW, one of matrices that are updated as a whole and not split: the largest
     shard. Master weights of a sharded optimizer with bf16 moments are the 16 bits that the weights
     lack."""
+    hosted_bytes: int = 0  # of these, in host memory
+    slot_bytes: int = 0  # device memory in which hosted ones take turns for an update
+
+    @property
+    def device_states(self) -> int:
+        """Bytes of the optimizer on the device."""
+        return self.optimizer_bytes - self.hosted_bytes + self.slot_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of parameters, gradients, padding of their buffers, and optimizer on the device."""
+        held = self.parameter_bytes + self.gradient_bytes + self.padding_bytes
+        return held + self.device_states
 
 
 @remembered(*STAGES, *SHARDS, "precision", "kernels")
@@ -119,7 +132,7 @@ def checkpoint_bytes(cfg: Config) -> int:
 
 def split_masters(cfg: Config) -> bool:
     """Are weights the upper 16 bits of their master copies (parallel.megatron.adam)?"""
-    both = in_bf16(cfg) and cfg.optim.moments == "bf16"
+    both = in_bf16(cfg) and MOMENTS[cfg.optim.moments].bf16
     return both and bool(cfg.parallel.distributed_optimizer)
 
 
@@ -244,7 +257,8 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdat
     elements = dense + expert
     grad = grad_width(cfg)
     moments = OPTIMIZERS[cfg.optim.kind].moments
-    moment = 2 if cfg.optim.moments == "bf16" else _FP32
+    where = MOMENTS[cfg.optim.moments]
+    moment = 2 if where.bf16 else _FP32
     master = 2 if split_masters(cfg) else _FP32
     if not in_bf16(cfg):
         master = 0  # the fp32 parameters are the master weights
@@ -255,6 +269,7 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdat
     state = (master + moments * moment) * left
     state += (master + moment) * whole.elements
     padding = whole.padding * (width(cfg) + grad) if p.distributed_optimizer else 0
+    slots = resolve_name(HOST_STATES["slots"])(cfg, state) if where.hosted else 0
     return Weights(
         dense,
         expert,
@@ -263,6 +278,8 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdat
         whole=whole,
         padding_bytes=padding,
         optimizer_bytes=state,
+        hosted_bytes=state if where.hosted else 0,
+        slot_bytes=slots,
     )
 
 

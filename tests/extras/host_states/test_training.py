@@ -16,7 +16,6 @@ from tests.parallel.checkpoint.checkpoints import (
     assert_equal,
     build,
     checkpointer,
-    load,
     save,
     stored,
     train,
