@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,9 @@ def _warnings(cfg: Config, plan: Plan, facts: JobFacts, rank: RankFacts) -> Iter
     yield nearly_full(cfg.model.name, expected, rank.memory, remedies)
     if facts.kind == "cuda":
         local_ranks = facts.on_host(rank.rank)
-        yield _pinned(cfg, world, local_ranks, rank.host_memory)
         offloaded = len(local_ranks) * host_needed(known, world)
+        left = replace(rank.host_memory, free=max(0, rank.host_memory.free - offloaded))
+        yield _pinned(cfg, world, local_ranks, left)
         knob, helps = (
             f"run.offload={shown(cfg.run.offload)}",
             f"set {overrides({'run.offload': []})}",

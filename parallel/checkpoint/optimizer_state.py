@@ -244,6 +244,8 @@ def _piece(
     name: str,
     data: torch.Tensor,
 ) -> ShardedTensor:
+    if data.device.type == "cpu":  # a view would be cloned: this has a storage of its own size
+        data = torch.from_numpy(data.view(torch.uint8).numpy()).view(data.dtype)
     axes = shard.prepend_axis_num
     size = (1,) * axes + size
     inner = (0,) * axes + offset
