@@ -63,8 +63,10 @@ MOMENTS: dict[str, MomentFacts] = {
 HOST_STATES = {
     "setup": "phalanx.extras.host_states.optimizer:hosted",
     "slots": "phalanx.extras.host_states.estimate:slot_bytes",
-    "placement": "phalanx.extras.host_states.estimate:placement",
     "seconds": "phalanx.extras.host_states.estimate:seconds",
+    "lines": "phalanx.extras.host_states.estimate:lines",
+    "refusal": "phalanx.extras.host_states.estimate:refusal",
+    "placement": "phalanx.extras.host_states.estimate:placement",
 }
 """Parts of states in host memory."""
 

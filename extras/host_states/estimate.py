@@ -1,14 +1,23 @@
 """Memory and time of states in host memory: slots on the GPU, what stays there, and copies."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
+from phalanx.configs.knobs import pluralize
+from phalanx.configs.layout import stage_ranks
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine, with_margin
 from phalanx.configs.tables.optimizers import MOMENTS, OPTIMIZERS
 from phalanx.extras.host_states.stream import ELEMENTS, SLOTS
+from phalanx.kernels.limits import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.moe.plan.cost.stages import USABLE, needed, with_growth
 from phalanx.moe.plan.cost.weights import stage_weights
+from phalanx.moe.plan.facts import FreeMemory, free_gpu_memory
+from phalanx.moe.plan.page.memory_check import pinned_bytes
+from phalanx.moe.plan.plan import Plan
 from phalanx.moe.text import storage
 
 TOGETHER = 64 << 20
@@ -32,24 +41,67 @@ class Placement(NamedTuple):
     line: Choice  # of the start page
 
 
-def placement(cfg: Config, world: int, free: int) -> Placement:
-    """What stays on a GPU with so many bytes free before the model is built; 0 on a CPU.
-
-    That is what the run leaves free by the estimate, with the rows that natural routing may need.
-    """
-    hosted = max(w.hosted_bytes for w in stage_weights(cfg, world))
-    left = with_margin(int(USABLE * free)) - needed(with_growth(cfg, world), world)
-    room = min(hosted, max(0, left))
-    place = f"{storage(hosted)} of a rank, of which {storage(room)} stay on the GPU"
-    reason = f"optim.moments={cfg.optim.moments}; {place}; updates are eager"
+def placement(plan: Plan, device: torch.device) -> Placement:
+    """What stays on this GPU, before the model is built; nothing on a CPU."""
+    free = free_gpu_memory(device).free if device.type == "cuda" else 0
+    hosted, room = most_hosted(plan.cfg, plan.world), room_of(plan.cfg, plan.world, free)
+    reason = f"optim.moments={plan.cfg.optim.moments}; {storage(hosted)} of a rank, of which "
+    reason += f"{storage(room)} stay on the GPU; updates are eager"
     return Placement(room, Choice("states", "host", reason))
 
 
-def seconds(cfg: Config, world: int, machine: Machine) -> float:
-    """Seconds of the copies of an update, each way at once, that nothing hides.
+def room_of(cfg: Config, world: int, free: int) -> int:
+    """Bytes of states that stay on a GPU with so many bytes free.
 
-    What fits in the slots is copied beside the next step.
+    The run leaves them free by the estimate, with the rows that natural routing may come to need.
     """
-    room = placement(cfg, world, machine.room).room
-    weights = max(stage_weights(cfg, world), key=lambda w: w.hosted_bytes)
-    return max(0, weights.hosted_bytes - weights.slot_bytes - room) / (machine.host_gbs * 1e9)
+    left = with_margin(int(USABLE * free)) - needed(with_growth(cfg, world), world)
+    return min(most_hosted(cfg, world), max(0, left))
+
+
+def most_hosted(cfg: Config, world: int) -> int:
+    """Bytes of states in host memory of the rank with most."""
+    return max(w.hosted_bytes for w in stage_weights(cfg, world))
+
+
+def seconds(cfg: Config, world: int, machine: Machine) -> float:
+    """Seconds of an update's copies, both ways at once, that nothing hides.
+
+    What the slots hold is copied beside the next step.
+    """
+    slots = max(w.slot_bytes for w in stage_weights(cfg, world))
+    travel = most_hosted(cfg, world) - room_of(cfg, world, machine.room) - slots
+    return max(0, travel) / (machine.host_gbs * 1e9)
+
+
+def lines(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
+    """Lines of a dry run."""
+    rank, room = most_hosted(cfg, world), room_of(cfg, world, machine.room)
+    ranks = list(range(min(world, machine.node_gpus)))
+    node = _hosted(cfg, world, ranks)
+    yield (
+        f"states of the optimizer in host memory: {storage(rank)} of a rank, of which "
+        f"{storage(room)} stay on the GPU between updates; {storage(node)} of a node of "
+        f"{pluralize(len(ranks), 'GPU')}"
+    )
+    if cfg.run.save_interval >= 0 and cfg.run.async_save != "off":
+        both = storage(node + pinned_bytes(cfg, world, ranks))
+        yield f"with a background checkpoint {both} of a node; run.async_save=off needs no more"
+
+
+def refusal(cfg: Config, world: int, ranks: Sequence[int], host: FreeMemory) -> Refusal:
+    """Why the states of these ranks do not fit the memory of their host, or None."""
+    need, moments = _hosted(cfg, world, ranks), cfg.optim.moments
+    if need <= host.free:
+        return None
+    narrow = "" if MOMENTS[moments].bf16 else "set optim.moments=bf16_host, or "
+    return (
+        f"{cfg.model.name} does not fit: with optim.moments={moments} the states of "
+        f"{pluralize(len(ranks), 'rank')} take {storage(need)} of {host.device}, which has "
+        f"{storage(host.free)} free: {narrow}use more hosts"
+    )
+
+
+def _hosted(cfg: Config, world: int, ranks: Sequence[int]) -> int:
+    weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
+    return sum(weights[rank // each].hosted_bytes for rank in ranks)

@@ -27,6 +27,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
+from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS
 from phalanx.extras.planner import certainty, nearest
 from phalanx.extras.planner.advice import opt_ins, suggestions
 from phalanx.extras.planner.best import next_override
@@ -276,6 +277,8 @@ def _options(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         more = total - step_time(none, world, machine).total
         text = "all that are set, together".ljust(28) + storage(saved).rjust(12)
         yield text + f"{more:.3f} s".rjust(16) + f"{more / total:5.1%}".rjust(8)
+    if MOMENTS[cfg.optim.moments].hosted:
+        yield from resolve_name(HOST_STATES["lines"])(cfg, world, machine)
     if host := host_needed(cfg, world):
         verdict = "" if host <= machine.host_room else ": does not fit; set run.recompute instead"
         yield (

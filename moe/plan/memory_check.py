@@ -7,6 +7,7 @@ kill it minutes later. The expected peak, activations included, only causes a wa
 
 import os
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
 import torch
 
@@ -21,7 +22,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.layers import MIXERS
-from phalanx.configs.tables.optimizers import MOMENTS
+from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS
 from phalanx.configs.validate import is_valid
 from phalanx.kernels.limits import Refusal
 from phalanx.moe.plan.cost.weights import stage_weights
@@ -82,18 +83,11 @@ def memory_refusal(cfg: Config, world: int, ranks: Sequence[int], memory: FreeMe
 
 
 def host_refusal(cfg: Config, world: int, ranks: Sequence[int], host: FreeMemory) -> Refusal:
-    """Why the states of these ranks do not fit the memory of their host; None if they do."""
-    weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
-    need = sum(weights[rank // each].hosted_bytes for rank in ranks)
-    if need <= host.free:
+    """Why states of these ranks that wait in the memory of their host do not fit it, or None."""
+    if not MOMENTS[cfg.optim.moments].hosted:
         return None
-    knob = f"optim.moments={cfg.optim.moments}"
-    helps = " set optim.moments=bf16_host, or" * (not MOMENTS[cfg.optim.moments].bf16)
-    return (
-        f"{cfg.model.name} does not fit: states of {pluralize(len(ranks), 'rank')} in host memory "
-        f"({knob}) take {storage(need)} of {host.device}, which has {storage(host.free)} free:"
-        f"{helps} use more hosts{_more_ranks(cfg, world)}"
-    )
+    refusal: Refusal = resolve_name(HOST_STATES["refusal"])(cfg, world, ranks, host)
+    return refusal and refusal + _more_ranks(cfg, world)
 
 
 def _more_ranks(cfg: Config, world: int) -> str:

@@ -19,6 +19,7 @@ from phalanx.configs.layout import (
     stage_ranks,
 )
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.optimizers import MOMENTS
 from phalanx.configs.validate import ConfigError, is_valid
 from phalanx.moe.plan.cost.stages import chooses_fp8_weights, host_needed, needed
 from phalanx.moe.plan.facts import FreeMemory, JobFacts, RankFacts
@@ -84,13 +85,10 @@ def _warnings(cfg: Config, plan: Plan, facts: JobFacts, rank: RankFacts) -> Iter
         offloaded = len(local_ranks) * host_needed(known, world)
         left = replace(rank.host_memory, free=max(0, rank.host_memory.free - offloaded))
         yield _pinned(cfg, world, local_ranks, left)
-        knob, helps = (
-            f"run.offload={shown(cfg.run.offload)}",
-            f"set {overrides({'run.offload': []})}",
-        )
-        if not cfg.run.offload:
-            knob, helps = f"optim.moments={cfg.optim.moments}", "use more hosts"
-        yield nearly_full(knob, offloaded, rank.host_memory, helps)
+        knob, without = f"run.offload={shown(cfg.run.offload)}", overrides({"run.offload": []})
+        if MOMENTS[cfg.optim.moments].hosted:
+            knob, without = f"optim.moments={cfg.optim.moments}", "parallel.world_size higher"
+        yield nearly_full(knob, offloaded, rank.host_memory, f"set {without}")
 
 
 def _pinned(cfg: Config, world: int, local_ranks: list[int], host: FreeMemory) -> str:

@@ -32,7 +32,6 @@ from phalanx.moe.model.kernel_facts import activation_of
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.megatron_config import Layout, transformer_config
 from phalanx.moe.plan.described import agreed_plan
-from phalanx.moe.plan.facts import free_gpu_memory
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.plan.remedies import fp8_gain
 from phalanx.moe.shared_experts import SharedExperts
@@ -67,9 +66,7 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
     plan = plan or agreed_plan(cfg, runtime)[0]
     lines, state_room = plan.lines(), 0
     if MOMENTS[cfg.optim.moments].hosted:
-        on_gpu = runtime.device.type == "cuda"
-        free = free_gpu_memory(runtime.device).free if on_gpu else 0
-        state_room, line = resolve_name(HOST_STATES["placement"])(plan.cfg, plan.world, free)
+        state_room, line = resolve_name(HOST_STATES["placement"])(plan, runtime.device)
         lines.append(line)
     built = build_model(plan, runtime)
     groups = built.groups
