@@ -57,7 +57,6 @@ class Engine:
         optim: kind of optimizer, the dtype of moments, and schedule.
         overlap_microbatches: forward passes run beside backward passes of other micro-batches.
         wgrads: events for which weight gradients wait.
-        state_room: bytes of the device that states in host memory may fill.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Engine:
         device: torch.device,
         overlap_microbatches: bool = False,
         wgrads: wgrad_queue.Waiting = wgrad_queue.AT_ONCE,
-        state_room: int = 0,
+        state_room: int = 0,  # bytes of the device that states in host memory may fill
     ) -> None:
         self.config = config
         self._wgrads = wgrads
@@ -79,7 +78,7 @@ class Engine:
         sharded, moments = parallel.distributed_optimizer, MOMENTS[optim.moments]
         kind = resolve_name(ZERO3.get(str(sharded), OPTIMIZERS[optim.kind].implementation))
         if moments.hosted:
-            kind = resolve_name(HOST_STATES["setup"])(kind, state_room)
+            kind = resolve_name(HOST_STATES).hosted(kind, state_room)
         setup: adam.Setup = kind(optim, config)
         for chunk in self.modules:
             setup.mark(chunk)

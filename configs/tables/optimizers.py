@@ -53,22 +53,14 @@ class MomentFacts:
     hosted: bool = False  # in host memory, as are master weights
 
 
+# Moments keyed by `optim.moments`.
 MOMENTS: dict[str, MomentFacts] = {
     "fp32": MomentFacts(False, "on the GPU"),
     "bf16": MomentFacts(True, "on the GPU, saves 6 bytes per parameter (of Muon's, 4)"),
     "fp32_host": MomentFacts(False, "in host memory, with the master weights", hosted=True),
     "bf16_host": MomentFacts(True, "in host memory, with the master weights", hosted=True),
 }
-"""Moments keyed by `optim.moments`."""
-HOST_STATES = {
-    "setup": "phalanx.extras.host_states.optimizer:hosted",
-    "slots": "phalanx.extras.host_states.estimate:slot_bytes",
-    "seconds": "phalanx.extras.host_states.estimate:seconds",
-    "lines": "phalanx.extras.host_states.estimate:lines",
-    "refusal": "phalanx.extras.host_states.estimate:refusal",
-    "placement": "phalanx.extras.host_states.estimate:placement",
-}
-"""Parts of states in host memory."""
+HOST_STATES = "phalanx.extras.host_states.entry"  # module of states in host memory
 
 AFTER_UPDATES = {"qk_clip": "phalanx.extras.muon.qk_clip:QKClip"}
 """Rescaling of parameters after an update, by the knob of `optim` that switches it on.

@@ -10,12 +10,12 @@ from phalanx.configs.layout import stage_ranks
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine, with_margin
 from phalanx.configs.tables.optimizers import MOMENTS, OPTIMIZERS
+from phalanx.configs.validate import ConfigError
 from phalanx.extras.host_states.stream import ELEMENTS, SLOTS
-from phalanx.kernels.limits import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.moe.plan.cost.stages import USABLE, needed, with_growth
 from phalanx.moe.plan.cost.weights import stage_weights
-from phalanx.moe.plan.facts import FreeMemory, free_gpu_memory
+from phalanx.moe.plan.facts import JobFacts, free_gpu_memory
 from phalanx.moe.plan.page.memory_check import pinned_bytes
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.text import storage
@@ -69,7 +69,7 @@ def seconds(cfg: Config, world: int, machine: Machine) -> float:
 
     What the slots hold is copied beside the next step.
     """
-    slots = max(w.slot_bytes for w in stage_weights(cfg, world))
+    slots = max(w.device_states for w in stage_weights(cfg, world))
     travel = most_hosted(cfg, world) - room_of(cfg, world, machine.room) - slots
     return max(0, travel) / (machine.host_gbs * 1e9)
 
@@ -89,17 +89,17 @@ def lines(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         yield f"with a background checkpoint {both} of a node; run.async_save=off needs no more"
 
 
-def refusal(cfg: Config, world: int, ranks: Sequence[int], host: FreeMemory) -> Refusal:
-    """Why the states of these ranks do not fit the memory of their host, or None."""
-    need, moments = _hosted(cfg, world, ranks), cfg.optim.moments
-    if need <= host.free:
-        return None
-    narrow = "" if MOMENTS[moments].bf16 else "set optim.moments=bf16_host, or "
-    return (
-        f"{cfg.model.name} does not fit: with optim.moments={moments} the states of "
-        f"{pluralize(len(ranks), 'rank')} take {storage(need)} of {host.device}, which has "
-        f"{storage(host.free)} free: {narrow}use more hosts"
-    )
+def check_hosts(cfg: Config, facts: JobFacts) -> None:
+    """Raise ConfigError if the states of some host's ranks do not fit its memory."""
+    for rank in {r.host: r for r in facts.ranks}.values():
+        ranks, host, moments = facts.on_host(rank.rank), rank.host_memory, cfg.optim.moments
+        if (need := _hosted(cfg, facts.world, ranks)) > host.free:
+            narrow = "" if MOMENTS[moments].bf16 else "set optim.moments=bf16_host or "
+            raise ConfigError(
+                f"{cfg.model.name} does not fit: with optim.moments={moments} the states of "
+                f"{pluralize(len(ranks), 'rank')} take {storage(need)} of {host.device}, which has "
+                f"{storage(host.free)} free: {narrow}use more hosts (rank {rank.rank})"
+            )
 
 
 def _hosted(cfg: Config, world: int, ranks: Sequence[int]) -> int:

@@ -158,9 +158,8 @@ def opt_ins(
 
 
 def _candidates(cfg: Config) -> Iterator[tuple[str, Any, str]]:
-    if cfg.optim.moments.startswith("fp32"):
-        narrow = cfg.optim.moments.replace("fp32", "bf16")
-        yield "optim.moments", narrow, "rounds the moments of the optimizer"
+    if cfg.optim.moments == "fp32":
+        yield "optim.moments", "bf16", "rounds the moments of the optimizer"
     if cfg.parallel.grad_dtype == "fp32":
         yield "parallel.grad_dtype", "bf16", "rounds sums of gradients, and halves their traffic"
     if cfg.parallel.capacity_factor < _ROOMY:

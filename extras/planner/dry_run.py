@@ -278,7 +278,7 @@ def _options(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         text = "all that are set, together".ljust(28) + storage(saved).rjust(12)
         yield text + f"{more:.3f} s".rjust(16) + f"{more / total:5.1%}".rjust(8)
     if MOMENTS[cfg.optim.moments].hosted:
-        yield from resolve_name(HOST_STATES["lines"])(cfg, world, machine)
+        yield from resolve_name(HOST_STATES).lines(cfg, world, machine)
     if host := host_needed(cfg, world):
         verdict = "" if host <= machine.host_room else ": does not fit; set run.recompute instead"
         yield (

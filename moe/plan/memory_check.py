@@ -7,7 +7,6 @@ kill it minutes later. The expected peak, activations included, only causes a wa
 
 import os
 from collections.abc import Sequence
-from pkgutil import resolve_name
 
 import torch
 
@@ -22,7 +21,6 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.layers import MIXERS
-from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS
 from phalanx.configs.validate import is_valid
 from phalanx.kernels.limits import Refusal
 from phalanx.moe.plan.cost.weights import stage_weights
@@ -38,8 +36,7 @@ def minimum_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
     total = 0
     for rank in ranks:
-        w = weights[rank // each]
-        total += w.device_bytes
+        total += weights[rank // each].device_bytes
         total += logits_bytes(cfg) if rank // each == _last_stage(cfg) else 0
     return total
 
@@ -50,8 +47,6 @@ def launch_refusal(cfg: Config, world: int) -> Refusal:
     LOCAL_WORLD_SIZE of them are on this host if that is set.
     """
     local = range(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    if text := host_refusal(cfg, world, local, free_host_memory()):
-        return text
     if cfg.run.device == "cpu" or not torch.cuda.is_available():
         return memory_refusal(cfg, world, local, free_host_memory())
     for rank in local[: torch.cuda.device_count()]:
@@ -80,14 +75,6 @@ def memory_refusal(cfg: Config, world: int, ranks: Sequence[int], memory: FreeMe
         f"{_largest(cfg, logits=len(ranks) * logits_bytes(cfg) > need // 2)}: set "
         f"{helps}{_more_ranks(cfg, world)}"
     )
-
-
-def host_refusal(cfg: Config, world: int, ranks: Sequence[int], host: FreeMemory) -> Refusal:
-    """Why states of these ranks that wait in the memory of their host do not fit it, or None."""
-    if not MOMENTS[cfg.optim.moments].hosted:
-        return None
-    refusal: Refusal = resolve_name(HOST_STATES["refusal"])(cfg, world, ranks, host)
-    return refusal and refusal + _more_ranks(cfg, world)
 
 
 def _more_ranks(cfg: Config, world: int) -> str:

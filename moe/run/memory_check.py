@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -19,12 +20,11 @@ from phalanx.configs.layout import (
     stage_ranks,
 )
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.optimizers import MOMENTS
+from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS
 from phalanx.configs.validate import ConfigError, is_valid
 from phalanx.moe.plan.cost.stages import chooses_fp8_weights, host_needed, needed
 from phalanx.moe.plan.facts import FreeMemory, JobFacts, RankFacts
 from phalanx.moe.plan.memory_check import (
-    host_refusal,
     logits_bytes,
     memory_refusal,
     nearly_full,
@@ -42,10 +42,8 @@ def check_memory(cfg: Config, plan: Plan, facts: JobFacts) -> list[str]:
     The `cfg` is as the user set it. Raises ConfigError if the run surely does not fit on one rank,
     which is named.
     """
-    for rank in {r.host: r for r in facts.ranks}.values():
-        ranks = facts.on_host(rank.rank)
-        if text := host_refusal(cfg, facts.world, ranks, rank.host_memory):
-            raise ConfigError(text if ranks[0] == 0 else f"{text} ({rank.host})")
+    if MOMENTS[cfg.optim.moments].hosted:
+        resolve_name(HOST_STATES).check_hosts(cfg, facts)
     for rank in _tightest(cfg, facts):
         if text := memory_refusal(cfg, facts.world, _sharing(facts, rank), rank.memory):
             raise ConfigError(text if rank.rank == 0 else f"{text} (rank {rank.rank})")

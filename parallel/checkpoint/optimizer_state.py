@@ -23,7 +23,6 @@ from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.kernels.elementwise.adam import merged, split_
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.checkpoint.start import start_over_override
-from phalanx.parallel.megatron.adam import AdamW
 from phalanx.parallel.megatron.updated import AVERAGE, begin_averages, has_averages, parts, updated
 from phalanx.parallel.object_store import Place
 
@@ -173,10 +172,7 @@ def step_count(optimizer: Any) -> int:
 def set_step_count(optimizer: Any, step: int) -> None:
     """Set the updates made so far, the same in every parameter group of the model."""
     for group in _groups(optimizer):
-        if isinstance(group.get("step"), torch.Tensor):
-            group["step"].fill_(step)
-        else:
-            group["step"] = step
+        group["step"] = step
 
 
 def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
@@ -185,10 +181,8 @@ def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _owned(part: Any) -> Iterator[_Owned]:
-    if isinstance(part.optimizer, AdamW):  # Megatron-Core would allocate fp32, whatever it keeps
-        part.optimizer.init_state(p for g in part.optimizer.param_groups for p in g["params"])
-    else:
-        part.init_state_fn(part.optimizer, part.config)
+    # `init_state_fn` of Megatron-Core would allocate fp32, whatever the optimizer keeps.
+    part.optimizer.init_state(p for g in part.optimizer.param_groups for p in g["params"])
     for parameter, start, stop, main in updated(part):
         yield _Owned(parameter, start, stop, _tensors(part, main), part)
 

@@ -56,15 +56,10 @@ class StageMemory:
     held: int = 0  # number of backward passes whose weight gradients wait beyond a transfer
 
     @property
-    def states(self) -> int:
-        """Bytes of parameters, gradients and optimizer on the device."""
-        return self.weights.device_bytes
-
-    @property
     def peak(self) -> int:
         """Peak of allocated bytes."""
         step = self.saved + self.backward + self.waiting
-        return self.states + self.cached + step + self.validation
+        return self.weights.device_bytes + self.cached + step + self.validation
 
 
 class _ChunkMemory(NamedTuple):

@@ -329,7 +329,7 @@ def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights
         seconds += w.whole.flops / (rate * 1e12)
         update = max(update, seconds)
     if MOMENTS[cfg.optim.moments].hosted:
-        update = max(update, resolve_name(HOST_STATES["seconds"])(cfg, world, machine))
+        update = max(update, resolve_name(HOST_STATES).seconds(cfg, world, machine))
     return update
 
 

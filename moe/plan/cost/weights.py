@@ -79,19 +79,14 @@ class Weights:
     Two moments of AdamW, one of matrices that are updated as a whole and not split: the largest
     shard. Master weights of a sharded optimizer with bf16 moments are the 16 bits that the weights
     lack."""
-    hosted_bytes: int = 0  # of these, in host memory
-    slot_bytes: int = 0  # device memory in which hosted ones take turns for an update
-
-    @property
-    def device_states(self) -> int:
-        """Bytes of the optimizer on the device."""
-        return self.optimizer_bytes - self.hosted_bytes + self.slot_bytes
+    hosted_bytes: int = 0  # of them, in host memory
+    device_states: int = 0  # on the device: others, or slots in which hosted ones take turns
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of parameters, gradients, padding of their buffers, and optimizer on the device."""
-        held = self.parameter_bytes + self.gradient_bytes + self.padding_bytes
-        return held + self.device_states
+        """Bytes on the device."""
+        buffers = self.parameter_bytes + self.gradient_bytes + self.padding_bytes
+        return buffers + self.device_states
 
 
 @remembered(*STAGES, *SHARDS, "precision", "kernels")
@@ -269,7 +264,7 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdat
     state = (master + moments * moment) * left
     state += (master + moment) * whole.elements
     padding = whole.padding * (width(cfg) + grad) if p.distributed_optimizer else 0
-    slots = resolve_name(HOST_STATES["slots"])(cfg, state) if where.hosted else 0
+    device = resolve_name(HOST_STATES).slot_bytes(cfg, state) if where.hosted else state
     return Weights(
         dense,
         expert,
@@ -279,7 +274,7 @@ def _weights(cfg: Config, world: int, dense: int, expert: int, whole: WholeUpdat
         padding_bytes=padding,
         optimizer_bytes=state,
         hosted_bytes=state if where.hosted else 0,
-        slot_bytes=slots,
+        device_states=device,
     )
 
 

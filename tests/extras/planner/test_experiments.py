@@ -68,7 +68,7 @@ def test_the_comment_of_deepseek_v3_has_the_figures_of_its_dry_runs() -> None:
 
 def test_the_comment_of_deepseek_v3_on_256_has_the_bytes_of_its_states() -> None:
     memory = stage_memory(resolved(load(["experiment=deepseek_v3_256gpu"]), 256, 8), 256)
-    states = max(stage.states for stage in memory) / 1e9
+    states = max(stage.weights.device_bytes for stage in memory) / 1e9
     text = words("configs/experiment/deepseek_v3_256gpu.yaml")
     assert f"Weights, gradients and optimizer take about {states:.0f} GB a GPU" in text
 

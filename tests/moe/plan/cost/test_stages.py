@@ -47,7 +47,7 @@ def known(overrides: list[str], world: int) -> Config:
 def test_peaks_of_single_steps(overrides: str, before: float, peak: float) -> None:
     """Also what is not parameters and optimizer, which would hide an error in the rest."""
     (m,) = stage_memory(known([*COMMON.split(), *overrides.split()], 1), 1)
-    assert (m.states + m.cached) / GIB == pytest.approx(before, rel=0.01)
+    assert (m.weights.device_bytes + m.cached) / GIB == pytest.approx(before, rel=0.01)
     assert (m.saved + m.backward) / GIB == pytest.approx(peak - before, rel=0.05)
     assert m.peak / GIB == pytest.approx(peak, rel=0.01)
 
