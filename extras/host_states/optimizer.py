@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import copy_optimizer_param_metadata
 from torch import Tensor
 
 from phalanx.extras.host_states.memory import zeros
@@ -128,8 +130,7 @@ class HostStates(AdamW):
         for (p, name, dtype), size in zip(wanted, sizes, strict=True):
             held = memory[begin : begin + size].view(dtype).view(p.shape)
             if name == MASTER:
-                held.copy_(p)
-                p.untyped_storage().resize_(0)
+                held.copy_(weights[p].view(p.shape))
             self.state[p][name] = held
             begin += aligned(size)
 
@@ -164,11 +165,26 @@ def hosted(setup: type[Setup], room: int) -> type[Setup]:
     class Hosted(setup):  # type: ignore[misc, valid-type]
         kind = type(f"Hosted{setup.kind.__name__}", (HostStates, setup.kind), {})
 
+        def options(self) -> dict[str, Any]:
+            distrib_optimizer.copy_optimizer_param_metadata = _made
+            return super().options()
+
         def built(self, optimizer: Any) -> None:
+            distrib_optimizer.copy_optimizer_param_metadata = copy_optimizer_param_metadata
             super().built(optimizer)
             _move(optimizer, room)
 
     return Hosted
+
+
+def _made(made: Tensor, parameter: Tensor) -> None:
+    """Called by Megatron-Core for parts of weights, and for master copies once they are made.
+
+    These are emptied one by one, since the device need not have room for all of them.
+    """
+    copy_optimizer_param_metadata(made, parameter)
+    if made.dtype != parameter.dtype:
+        made.untyped_storage().resize_(0)
 
 
 def _move(optimizer: Any, room: int) -> None:
@@ -190,8 +206,10 @@ def _move(optimizer: Any, room: int) -> None:
         part.optimizer.stream = stream
 
 
-def _reload(optimizer: HostStates, weights: Mapping[Tensor, Tensor], *_: Any) -> None:
-    """Make master copies of the weights."""
+def _reload(
+    optimizer: HostStates, weights: Mapping[Tensor, Tensor], state_dict: None = None
+) -> None:
+    """Make master copies of the weights. Nobody gives a state dict."""
     optimizer.stream.settle()
     for main, weight in weights.items():
         optimizer.state[main][MASTER].copy_(weight)
