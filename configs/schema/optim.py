@@ -59,10 +59,10 @@ class OptimConfig:
     ns_steps: int = knob(5, at_least=1)
     """Newton-Schulz iterations by which Muon makes an update orthogonal, in the run's own dtype."""
     moments: str = knob("fp32", choices=(MOMENTS,))
-    """Dtype of the moments, and their place.
+    """Dtype of the moments, and place of the optimizer's states (docs/memory.md).
 
     With `bf16` the fp32 master weight is stored as the bf16 weight and its missing 16 bits, without
-    loss (arXiv 2412.19437). From host memory (docs/memory.md) states are copied for the update.
+    loss (arXiv 2412.19437).
     """
     clip_grad: float = 1.0
     """Limit of the global gradient norm; 0 turns clipping off."""

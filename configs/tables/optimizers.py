@@ -55,10 +55,10 @@ class MomentFacts:
 
 # Moments keyed by `optim.moments`.
 MOMENTS: dict[str, MomentFacts] = {
-    "fp32": MomentFacts(False, "on the GPU"),
-    "bf16": MomentFacts(True, "on the GPU, saves 6 bytes per parameter (of Muon's, 4)"),
-    "fp32_host": MomentFacts(False, "in host memory, with the master weights", hosted=True),
-    "bf16_host": MomentFacts(True, "in host memory, with the master weights", hosted=True),
+    "fp32": MomentFacts(False, "12 bytes per parameter with the master weight (of Muon's, 8)"),
+    "bf16": MomentFacts(True, "6 bytes (4)"),
+    "fp32_host": MomentFacts(False, "all of them in host memory", hosted=True),
+    "bf16_host": MomentFacts(True, "all of them in host memory", hosted=True),
 }
 HOST_STATES = "phalanx.extras.host_states.entry"  # module of states in host memory
 
