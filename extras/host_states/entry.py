@@ -1,4 +1,4 @@
-"""What the core asks for by name (`configs.tables.optimizers.HOST_STATES`)."""
+"""Functions that the core calls by name (`configs.tables.optimizers.HOST_STATES`)."""
 
 from typing import Any
 

@@ -35,14 +35,14 @@ def slot_bytes(cfg: Config, states: int) -> int:
 
 
 class Placement(NamedTuple):
-    """Where states are between updates."""
+    """Place of states between updates."""
 
     room: int  # bytes of the GPU for states that stay there
     line: Choice  # of the start page
 
 
 def placement(plan: Plan, device: torch.device) -> Placement:
-    """What stays on this GPU, before the model is built; nothing on a CPU."""
+    """Place of a run's states, before its model is built; on a CPU all wait on the host."""
     free = free_gpu_memory(device).free if device.type == "cuda" else 0
     hosted, room = most_hosted(plan.cfg, plan.world), room_of(plan.cfg, plan.world, free)
     reason = f"optim.moments={plan.cfg.optim.moments}; {storage(hosted)} of a rank, of which "

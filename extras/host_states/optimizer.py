@@ -105,7 +105,7 @@ class HostStates(AdamW):
                         part.weight.copy_(copy)
 
     def _copy(self, part: _Part, blocks: Iterator[Tensor]) -> Tensor:
-        """What is updated in place of a part, with its gradient and its states on the device."""
+        """Tensor that is updated in place of a part, its gradient and its states on the device."""
         states = {name: next(blocks).view(t.dtype) for name, t in part.states.items()}
         here = slice(part.start, part.stop)
         copy = states.pop(MASTER, None)

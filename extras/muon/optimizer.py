@@ -123,22 +123,22 @@ class Muon(AdamW):
     def _with_momentum(self, part: Range, numbers: StepNumbers) -> "_Move":
         p, matrices, state = part.tensor, of(part.tensor), self.state[part.tensor]
         assert matrices is not None
-        tensors = [p, getattr(p, self._grad), state[self.own_state], state.get("remainder")]
         shape = ((part.stop - part.start) * matrices.batch // p.numel(), -1, matrices.columns)
-        weight, grad, buffer, remainder = (
-            None if t is None else t.detach().view(-1)[part.start : part.stop].view(shape)
-            for t in tensors
-        )
+
+        def stack(t: Tensor) -> Tensor:
+            return t.detach().view(-1)[part.start : part.stop].view(shape)
+
         update = momentum(
-            grad,
-            buffer,
+            stack(getattr(p, self._grad)),
+            stack(state[self.own_state]),
             keep=self.recipe.momentum,
             nesterov=self.recipe.nesterov,
             clip_coef=numbers.clip_coef,
             # The library normalizes the matrices that it takes before it rounds them.
             dtype=self.recipe.dtype if matrices.split is None else torch.float32,
         )
-        return _Move(weight, remainder, matrices, pieces(update, matrices))
+        remainder = stack(state["remainder"]) if "remainder" in state else None
+        return _Move(stack(p), remainder, matrices, pieces(update, matrices))
 
     def _move(self, waiting: list["_Move"], numbers: StepNumbers) -> None:
         """Move what waits. Matrices of one shape are made orthogonal together."""

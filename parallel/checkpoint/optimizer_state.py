@@ -181,7 +181,7 @@ def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _owned(part: Any) -> Iterator[_Owned]:
-    # `init_state_fn` of Megatron-Core would allocate fp32, whatever the optimizer keeps.
+    # That of Megatron-Core would allocate fp32, whatever the optimizer keeps.
     part.optimizer.init_state(p for g in part.optimizer.param_groups for p in g["params"])
     for parameter, start, stop, main in updated(part):
         yield _Owned(parameter, start, stop, _tensors(part, main), part)

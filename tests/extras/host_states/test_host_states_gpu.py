@@ -70,7 +70,7 @@ def test_two_gpus_with_experts_on_both(two_gpus: None, tmp_path: Path) -> None:
 
 
 def test_the_gpu_has_none_of_the_states(tmp_path: Path) -> None:
-    """Of a model of 0.4 billion parameters, at no time since its start."""
+    """At no time since its start, with a model of 0.4 billion parameters."""
     size = ["model=tiny", "model.hidden=1024", "model.layers=4", "model.moe.ffn=1024"]
     size += ["model.moe.experts=32", "run.steps=4"]
     theirs, ours = train(tmp_path, "gpu", *size), hosted(tmp_path, "host", *size, HOSTED)
