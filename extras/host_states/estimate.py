@@ -22,16 +22,19 @@ from phalanx.moe.text import storage
 
 TOGETHER = 64 << 20
 """Elements that Muon makes orthogonal at a time, but for larger matrices."""
+_WORK = 10
+"""Bytes of each for its products, which eager updates do not take from the memory of a graph."""
 
 
 def slot_bytes(cfg: Config, states: int) -> int:
-    """Bytes of a GPU in which so many bytes of states take turns."""
-    wide = 2 if MOMENTS[cfg.optim.moments].bf16 else 4
+    """Bytes of a GPU in which so many bytes of states take turns, and are updated."""
+    wide, work = 2 if MOMENTS[cfg.optim.moments].bf16 else 4, 0
     largest = 3 * wide * ELEMENTS  # of AdamW: two moments, and a master copy or a half of one
     if OPTIMIZERS[cfg.optim.kind].whole_matrices:
         m = cfg.model
-        largest = max(largest, 2 * wide * max(TOGETHER, m.hidden * max(m.dense_ffn, m.moe.ffn)))
-    return min(states, SLOTS * largest)
+        elements = max(TOGETHER, m.hidden * max(m.dense_ffn, m.moe.ffn))
+        largest, work = max(largest, 2 * wide * elements), _WORK * elements
+    return min(states, SLOTS * largest) + min(work, 5 * states)
 
 
 class Placement(NamedTuple):
