@@ -80,6 +80,9 @@ class Stream:
         self._cuda = device.type == "cuda"
         self._in: Any = torch.cuda.Stream(device) if self._cuda else None
         self._out: Any = torch.cuda.Stream(device) if self._cuda else None
+        sizes = [job.size for job in jobs]
+        if sum(sizes) <= SLOTS * max(sizes, default=0):
+            room = sum(sizes)  # which is less than slots would take
         for job in self._jobs:
             if job.size > room:
                 break
