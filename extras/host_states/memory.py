@@ -10,6 +10,7 @@ import mmap
 import torch
 from torch import Tensor
 
+from phalanx.moe.text import storage
 from phalanx.parallel.checkpoint.writer import pin
 
 
@@ -17,19 +18,24 @@ def zeros(size: int, pinned: bool, owner: object) -> Tensor:
     """Zeros on the host, uint8 [size], pinned until `owner` is gone.
 
     Raises:
-        MemoryError: the host has not enough memory.
-        RuntimeError: CUDA cannot pin it.
+        ValueError: the host has not enough memory, or CUDA cannot pin it.
     """
     try:
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        reason = f"no {size / 2**30:.1f} GiB of host memory for states of the optimizer: {error}"
-        raise MemoryError(reason) from error
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux has both, in most kernels
-        try:
-            memory.madvise(getattr(mmap, advice))
-        except (AttributeError, OSError):
-            continue
-    if pinned:
-        pin(owner, memory)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            _advise(memory, advice)
+        if pinned:
+            pin(owner, memory)
+    except (OSError, RuntimeError) as error:
+        wanted = f"{storage(size)} of {'pinned ' * pinned}host memory for states of the optimizer"
+        helps = "set optim.moments=bf16, or use more hosts"
+        raise ValueError(f"cannot have {wanted} ({error}): {helps}") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+
+
+def _advise(memory: mmap.mmap, advice: str) -> None:
+    """Tell the kernel, if it knows the advice: those of Linux do, in most builds."""
+    try:
+        memory.madvise(getattr(mmap, advice))
+    except (AttributeError, OSError):
+        return
