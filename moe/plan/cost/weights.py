@@ -85,8 +85,7 @@ class Weights:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device."""
-        buffers = self.parameter_bytes + self.gradient_bytes + self.padding_bytes
-        return buffers + self.device_states
+        return self.parameter_bytes + self.gradient_bytes + self.padding_bytes + self.device_states
 
 
 @remembered(*STAGES, *SHARDS, "precision", "kernels")
