@@ -411,7 +411,8 @@ def _optim(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "kernels.attention", reason, "auto")
     if MOMENTS[o.moments].hosted:
         reason = f"is impossible with states in host memory (optim.moments={o.moments})"
-        plain = {"parallel.distributed_optimizer": True, "optim.ema": 0.0, "optim.qk_clip": 0.0}
+        plain: dict[str, Any] = {"optim.ema": 0.0, "optim.qk_clip": 0.0}
+        plain |= {"parallel.distributed_optimizer": True}
         # With fp32 moments Megatron-Core makes fp32 copies of all gradients in bf16.
         plain |= {} if MOMENTS[o.moments].bf16 else {"parallel.grad_dtype": "fp32"}
         yield from (repair(cfg, k, reason, v) for k, v in plain.items() if get(cfg, k) != v)

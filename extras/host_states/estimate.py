@@ -44,7 +44,7 @@ class Placement(NamedTuple):
     """Place of states between updates."""
 
     room: int  # bytes of the GPU for states that stay there
-    line: Choice  # of the start page
+    lines: list[Choice]  # of the start page
 
 
 def placement(plan: Plan, device: torch.device) -> Placement:
@@ -53,7 +53,7 @@ def placement(plan: Plan, device: torch.device) -> Placement:
     hosted, room = most_hosted(plan.cfg, plan.world), room_of(plan.cfg, plan.world, free)
     reason = f"optim.moments={plan.cfg.optim.moments}; {storage(hosted)} of a rank, of which "
     reason += f"{storage(room)} stay on the GPU; updates are eager"
-    return Placement(room, Choice("states", "host", reason))
+    return Placement(room, [*plan.lines(), Choice("states", "host", reason)])
 
 
 def room_of(cfg: Config, world: int, free: int) -> int:

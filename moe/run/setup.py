@@ -66,8 +66,7 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
     plan = plan or agreed_plan(cfg, runtime)[0]
     lines, state_room = plan.lines(), 0
     if MOMENTS[cfg.optim.moments].hosted:
-        state_room, line = resolve_name(HOST_STATES).placement(plan, runtime.device)
-        lines.append(line)
+        state_room, lines = resolve_name(HOST_STATES).placement(plan, runtime.device)
     built = build_model(plan, runtime)
     groups = built.groups
     initialize(
