@@ -16,7 +16,7 @@ from phalanx.kernels.registry import Choice
 from phalanx.moe.plan.cost.stages import needed, with_growth
 from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.facts import JobFacts, free_gpu_memory
-from phalanx.moe.plan.page.memory_check import pinned_bytes
+from phalanx.moe.plan.memory_check import pinned_bytes
 from phalanx.moe.plan.plan import Plan
 from phalanx.moe.text import storage
 

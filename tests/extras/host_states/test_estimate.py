@@ -11,12 +11,12 @@ from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import ConfigError
 from phalanx.extras.host_states import entry, estimate
+from phalanx.extras.planner.dry_run import dry_run
 from phalanx.moe.plan.cost.stages import fits, host_needed, needed, stage_memory
 from phalanx.moe.plan.cost.step_time import step_time
 from phalanx.moe.plan.cost.weights import checkpoint_bytes, stage_weights
 from phalanx.moe.plan.described import resolved
 from phalanx.moe.plan.facts import FreeMemory, JobFacts, described
-from phalanx.moe.plan.page.dry_run import dry_run
 from phalanx.moe.text import storage
 from tests.support.distributed import run_distributed
 
