@@ -46,6 +46,7 @@ class Removed:
 
 REMOVED: dict[str, Removed] = {
     "kernels.dynamic": Removed("fused kernels always claim tiles at run time"),
+    "optim.nesterov": Removed("Muon's momentum always has Nesterov's form", True),
     "precision.wgrad_blocks": Removed(
         "operands of weight gradients always have blocks of 128 tokens x 128 channels", "square"
     ),
@@ -81,6 +82,11 @@ def renamed() -> dict[str, Knob]:
 def sections() -> dict[str, type]:
     """All inner dataclasses by dotted path: `model`, `model.attention`, ..."""
     return dict(_sections(Config, ""))
+
+
+def has_fields(path: str) -> bool:
+    """Return whether a path is a knob whose value has fields."""
+    return path in knobs() and knobs()[path].type == dict[str, Any]
 
 
 def get(config: Config, path: str) -> Any:
@@ -175,6 +181,8 @@ def spelled(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{','.join(map(spelled, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{spelled(each)}' for name, each in value.items())}}}"
     if isinstance(value, str) and not _is_plain(value):
         # A $ before a brace would take the value of another knob.
         # Kernels are used without Hydra.

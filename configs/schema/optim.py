@@ -54,8 +54,6 @@ class OptimConfig:
     """Epsilon in the denominator of AdamW."""
     momentum: float = knob(0.95, below_one=True)
     """Decay rate of Muon's momentum, a running mean of gradients; below 1."""
-    nesterov: bool = True
-    """Nesterov's form of Muon's momentum."""
     ns_steps: int = knob(5, at_least=1)
     """Newton-Schulz iterations by which Muon makes an update orthogonal, in the run's own dtype."""
     moments: str = knob("fp32", choices=(MOMENTS,))

@@ -59,7 +59,6 @@ class Recipe:
     """How a matrix is updated."""
 
     momentum: float
-    nesterov: bool
     steps: int
     dtype: torch.dtype  # bf16 or fp32, of the matrices that are multiplied
     tensor_group: Any = None  # ranks that share the matrices whose `split` is set; they gather them
@@ -132,7 +131,7 @@ class Muon(AdamW):
             stack(getattr(p, self._grad)),
             stack(state[self.own_state]),
             keep=self.recipe.momentum,
-            nesterov=self.recipe.nesterov,
+            nesterov=True,
             clip_coef=numbers.clip_coef,
             # The library normalizes the matrices that it takes before it rounds them.
             dtype=self.recipe.dtype if matrices.split is None else torch.float32,
@@ -219,7 +218,7 @@ class MuonSetup(Setup):
     def options(self) -> dict[str, Any]:
         o, tensor_group = self.optim, ps.get_tensor_model_parallel_group()
         dtype = torch.bfloat16 if self.config.bf16 else torch.float32
-        return {"recipe": Recipe(o.momentum, o.nesterov, o.ns_steps, dtype, tensor_group)}
+        return {"recipe": Recipe(o.momentum, o.ns_steps, dtype, tensor_group)}
 
     def built(self, optimizer: Any) -> None:
         for part in parts(optimizer):

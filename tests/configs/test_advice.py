@@ -39,7 +39,7 @@ def test_every_value_survives_shell_and_parser(tmp_path: Path) -> None:
     values: list[dict[str, Any]] = [{"run.project": text} for text in TEXTS]
     values += [{"data.blend": [text, "x"]} for text in TEXTS if text.strip()]
     values += [{"data.blend": []}, {"run.recompute": ["norm"]}, {"run.profile": [3, 4]}]
-    values += [{"optim.lr": 1e-5}, {"run.steps": 7}, {"optim.nesterov": False}]
+    values += [{"optim.lr": 1e-5}, {"run.steps": 7}, {"optim.ema": 0.5}]
     values += [{"parallel.comm_sms": "auto"}, {"parallel.comm_sms": 16}]
     lines = [overrides(each) for each in values]
     words = shell(f"$(cd {tmp_path})" + " ".join(lines))
