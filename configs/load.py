@@ -39,6 +39,7 @@ from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import (
     REMOVED,
     did_you_mean,
+    has_fields,
     knobs,
     overrides,
     pluralize,
@@ -51,11 +52,7 @@ from phalanx.configs.knobs import (
 from phalanx.configs.layout import layout_line, ranks_of_experiment
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import (
-    ConfigError,
-    micro_batches,
-    validate,
-)
+from phalanx.configs.validate import ConfigError, micro_batches, validate
 
 FOLDER = Path(__file__).resolve().parent
 _BYTES = 256  # vocabulary of bytes, and of random tokens where none is set
@@ -160,7 +157,8 @@ def compose(words: Sequence[str]) -> Composed:
         composed: Composed = pickle.loads(_of_groups(FOLDER, *groups))
         for word in values:  # as Hydra does it, for which they come after all groups as well
             value = _listed(word.key_or_group, word.value())
-            OmegaConf.update(composed.tree, word.key_or_group, value, merge=True)
+            merge = not has_fields(word.key_or_group)
+            OmegaConf.update(composed.tree, word.key_or_group, value, merge=merge, force_add=True)
         if composed.tree.data.source != "indexed" and not composed.tree.model.vocab_size:
             composed.tree.model.vocab_size = _BYTES
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError) as error:
@@ -422,6 +420,8 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
         return [f"{override.input_line}: is now {overrides({name: value})}"]
     if key in REMOVED:
         return [f"{override.input_line}: no longer exists, as {REMOVED[key].always}; remove it"]
+    if has_fields(key.rpartition(".")[0]) or (has_fields(key) and isinstance(value, dict)):
+        return []  # which the rules of the capability check
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
     wrong = f"{override.input_line}: {_expected(key, value)}" if key in knobs() else ""
@@ -500,6 +500,7 @@ def _expected(knob: str, value: Any = None, *, in_file: bool = False) -> str:
         bool: "true or false",
         bool | str: "true or false, or a text",
         str: "a text",
+        dict[str, Any]: "fields",
     }
     one = isinstance(value, str) and value and knobs()[knob].type == list[str]
     example = written([value]) if one else _example(knob)

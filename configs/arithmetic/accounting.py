@@ -17,7 +17,7 @@ from phalanx.configs.arithmetic.layers import (
     mixer_of,
     mlp_layers,
 )
-from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
+from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
 
 
@@ -82,7 +82,7 @@ def mixer_products(model: ModelConfig) -> int:
 def core_flops(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs of a token's core attention, forward and backward, in all layers that have it."""
     a = model.attention
-    seen = sum(_keys_seen(a, layer, sequence_length) for layer in core_layers(model))
+    seen = sum(_keys_seen(model, layer, sequence_length) for layer in core_layers(model))
     return 6.0 * a.heads * sum(head_dims(a)) * seen
 
 
@@ -104,7 +104,7 @@ def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
     def products(layer: int) -> float:
         mlp = dense if is_dense(m, layer) else sparse
         kind = mixer_of(mixer(m, layer))
-        core = channels * _keys_seen(a, layer, sequence_length) if kind.core else 0.0
+        core = channels * _keys_seen(m, layer, sequence_length) if kind.core else 0.0
         return kind.weights(m) + kind.products(m) + core + mlp
 
     return [6.0 * products(layer) for layer in range(m.layers + m.mtp_layers)]
@@ -173,7 +173,8 @@ def mlp_weights(m: ModelConfig, ffn: int) -> int:
     return (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden * ffn
 
 
-def _keys_seen(a: AttentionConfig, layer: int, length: int) -> float:
+def _keys_seen(m: ModelConfig, layer: int, length: int) -> float:
+    a = m.attention
     if not has_window(a, layer) or a.window >= length:
-        return length / 2
+        return length / 2 * mixer_of(mixer(m, layer)).core_share(m, length)
     return a.window - a.window * (a.window - 1) / (2 * length)

@@ -30,7 +30,8 @@ ATTENTION = "attention"  # the mixer of a layer that has no other: `model.attent
 def mixer(m: ModelConfig, layer: int) -> str:
     """Name of the mixer of a layer, a key of `configs.tables.layers.MIXERS`."""
     every = m.linear_attention.full_attention_interval
-    return "linear_attention" if layer < m.layers and (layer + 1) % every else ATTENTION
+    other = "sparse_attention" if m.attention.sparse else ATTENTION
+    return "linear_attention" if layer < m.layers and (layer + 1) % every else other
 
 
 def mixer_layers(m: ModelConfig, *, mtp: bool = True) -> Counter[str]:
@@ -81,6 +82,10 @@ class Mixer:
     def products(self, m: ModelConfig) -> int:
         """Multiply-adds of a token beside projections and core attention."""
         return 0
+
+    def core_share(self, m: ModelConfig, length: int) -> float:
+        """Its products of queries and keys, as a share of those of core attention."""
+        return 1.0
 
     def heads(self, m: ModelConfig) -> dict[str, int]:
         """Heads that tensor and context ranks share out, by knob."""

@@ -1,6 +1,7 @@
 """Architecture: attention, experts and their router."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from phalanx.configs.fields import knob
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -93,6 +94,12 @@ class AttentionConfig:
     """
     yarn: YarnConfig = field(default_factory=YarnConfig)
     """YaRN context extension."""
+    sparse: dict[str, Any] = field(default_factory=dict)
+    """Sparse attention of DeepSeek-V3.2 and GLM-5: an indexer chooses the keys of each query.
+
+    As in {heads: 64, dim: 128, top_k: 2048, interleaved: false, phase: sparse, loss: 1.0}, the
+    defaults of its fields (extras/sparse_attention); {} attends to all keys.
+    """
 
 
 @dataclass

@@ -22,7 +22,8 @@ class MixerFacts:
     """Path of `(cfg: Config, counts: TokenCounts) -> int`: peak of its backward pass beside the
     saved tensors. Empty: less than that of an MLP."""
     spec: str = ""
-    """Path of `(backend: str) -> ModuleSpec`. Empty: core attention between projections."""
+    """Path of `(backend: str, attention: ModuleSpec, m: ModelConfig) -> ModuleSpec`. Empty: the
+    `attention` that is given, which is core attention between projections."""
     backends: Mapping[str, Implementation] = field(default_factory=dict)  # of its spec, best first
     regions: str = ""
     """Path of `(m: ModelConfig, key: str, name: str) -> Iterator[moe.hf.weights.TensorRegion]`:
@@ -30,6 +31,7 @@ class MixerFacts:
     cached: str = ""
     """Path of `(layer: Module, reading: moe.inference.cache.Reading) -> None`: gives a layer of
     `spec` a cache for new tokens. Empty: that of keys and values."""
+    trains: str = ""  # path of `(cfg: Config, engine: Engine) -> None`: what else a run needs
     quantized: bool = True  # its projections follow `precision.dense`; else they stay in bf16
     tiny: str = ""  # `model=` of one that a CPU can train; empty: any
 
@@ -74,6 +76,18 @@ MIXERS: dict[str, MixerFacts] = {
         cached="phalanx.extras.linear_attention.cached:install",
         quantized=False,
         tiny="tiny_qwen3_next",
+    ),
+    "sparse_attention": MixerFacts(
+        "sparse attention",
+        counts="phalanx.extras.sparse_attention.facts:SparseAttention",
+        saved_tensors="phalanx.extras.sparse_attention.facts:saved_tensors",
+        backward_bytes="phalanx.extras.sparse_attention.facts:backward_bytes",
+        spec="phalanx.extras.sparse_attention.latent:spec",
+        regions="phalanx.extras.sparse_attention.facts:regions",
+        cached="phalanx.extras.sparse_attention.cached:install",
+        trains="phalanx.extras.sparse_attention.training:install",
+        quantized=False,
+        tiny="tiny_deepseek_v32",
     ),
 }
 """Mixers by name: `configs.arithmetic.layers.mixer` names that of a layer."""

@@ -196,7 +196,7 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         return own_heads(parameter, sections or (len(parameter),), self.pg_collection.cp)
 
 
-def spec(backend: str) -> ModuleSpec:
+def spec(backend: str, *_: Any) -> ModuleSpec:
     """Layer spec of linear attention by a backend of `extras.linear_attention.gated_delta`."""
     submodules = _MEGATRON.GatedDeltaNetSubmodules(
         in_proj=ColumnParallelLinear, out_norm=OutputNorm, out_proj=RowParallelLinear

@@ -92,7 +92,7 @@ def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[TensorRe
     if path := MIXERS[mixer(m, layer)].regions:
         yield from resolve_name(path)(m, f"{key}self_attention.", name)
     else:
-        attention = _latent_attention if m.attention.kind == "mla" else _grouped_attention
+        attention = latent_attention if m.attention.kind == "mla" else _grouped_attention
         yield from attention(m, f"{key}self_attention.", f"{name}self_attn.")
     norm = f"{name}post_attention_layernorm.weight"
     yield from rows_of(f"{key}pre_mlp_layernorm.weight", (m.hidden,), norm)
@@ -180,7 +180,7 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRe
             yield from rows_of(f"{key}{letter}_layernorm.weight", (width,), norm)
 
 
-def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
+def latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[TensorRegion]:
     """Regions of latent attention; rotated channels are interleaved pairs in both formats."""
     a = m.attention
     queries = a.heads * (a.qk_nope_dim + a.qk_rope_dim)

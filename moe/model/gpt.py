@@ -28,10 +28,7 @@ from torch import Tensor
 
 from phalanx.configs.arithmetic.layers import is_dense, mixer
 from phalanx.configs.formats import is_resident
-from phalanx.configs.schema import (
-    AttentionConfig,
-    Config,
-)
+from phalanx.configs.schema import AttentionConfig, Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
@@ -262,7 +259,8 @@ def _layer(
         attention.k_layernorm = partial(over_heads, norm, m.attention.kv_heads)
     mixer_facts = MIXERS[mixer(m, number)]
     if mixer_facts.spec:
-        sub.self_attention = resolve_name(mixer_facts.spec)(backends.other_mixer)
+        own = backends.other_mixer, sub.self_attention, m
+        sub.self_attention = resolve_name(mixer_facts.spec)(*own)
     if backend.layer:
         moe = replace(moe, recompute=recomputed)
     if is_dense(m, number):

@@ -24,8 +24,8 @@ from phalanx.configs.schema import RouterConfig
 from phalanx.kernels.routing.balance import KeepsPrecision
 from phalanx.parallel.dispatcher.transport_class import LoadCounts
 
-LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
-"""Names of the balancing losses: the RouterConfig fields that hold their coefficients."""
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "indexer_loss")
+"""Balancing losses, by the RouterConfig fields of their coefficients; and that of an indexer."""
 
 
 class Statistics(KeepsPrecision):

@@ -14,11 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from phalanx.configs.arithmetic.batch_sizes import in_steps
+from phalanx.configs.arithmetic.layers import mixer_layers
 from phalanx.configs.formats import is_fp8, rows_in_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
+from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.machines import machine_named
 from phalanx.configs.tables.optimizers import AFTER_UPDATES, HOST_STATES, MOMENTS
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, channel_order
@@ -87,6 +89,9 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
         wgrads=plan.waiting(groups.pg.pp.rank()),
         state_room=state_room,
     )
+    for name in mixer_layers(cfg.model):
+        if path := MIXERS[name].trains:
+            resolve_name(path)(cfg, engine)
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     lines += _estimates(cfg, plan, built)
     return Job(cfg, plan, runtime, groups, lines, built.budget, engine, tops)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any
 
-from phalanx.configs.knobs import REMOVED, knobs, renamed, visible
+from phalanx.configs.knobs import REMOVED, has_fields, knobs, renamed, visible
 
 _NEEDED = ("model.", "precision.", "data.")  # sections that have to be understood
 _FEW = 8  # knobs that a person reads one by one
@@ -85,7 +85,7 @@ def unknown(config: dict[str, Any]) -> set[str]:
 def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted path, value) of every knob."""
     for key, value in config.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not has_fields(f"{prefix}{key}"):
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
@@ -109,7 +109,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return type(value) in (int, float) and math.isfinite(value)
     if isinstance(kind, UnionType):
         return type(value) in kind.__args__
-    return type(value) is kind if isinstance(kind, type) else isinstance(value, list)
+    return type(value) is kind if isinstance(kind, type) else isinstance(value, list | dict)
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:

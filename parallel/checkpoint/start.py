@@ -149,6 +149,7 @@ CHANGES = {
     **dict.fromkeys(("model.name", "model.init_std", "model.mtp_loss"), ALWAYS),
     **dict.fromkeys((f"model.moe.router.{name}" for name in _LOSSES), ALWAYS),
     **dict.fromkeys(("model.attention.rope_theta", "model.attention.yarn"), BEGIN),
+    **{"model.attention.sparse.phase": BEGIN, "model.attention.sparse.loss": ALWAYS},
     **dict.fromkeys(("data.source", "data.stages", "data.split", "data.seed"), BEGIN),
     "data.sequence_length": BEGIN,
 }
@@ -209,6 +210,9 @@ def compare(
 
 def must_agree(key: str, old: Any, new: Any, *, begins: bool = False) -> bool:
     """Return whether a knob may not have two different values; `begins` as in `compare`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [n for n in old | new if old.get(n) != new.get(n)]
+        return any(must_agree(f"{key}.{n}", old.get(n), new.get(n), begins=begins) for n in parts)
     if key in _BUT:
         return bool((old == _BUT[key]) != (new == _BUT[key]))
     fits = [name for name in CHANGES if f"{key}.".startswith(f"{name}.")]

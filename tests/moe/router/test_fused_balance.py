@@ -124,7 +124,7 @@ def check_losses(case: Case, device: str) -> None:
     s = m.record.statistics
     assert torch.equal(s.tokens_per_expert, count) and s.micro_batches == 1
     assert torch.equal(m.record.local_tokens_E, count + torch.arange(case.E, device=device))
-    for noted, (name, share) in zip(s.losses.double(), shares.items(), strict=True):
+    for noted, (name, share) in zip(s.losses[:4].double(), shares.items(), strict=True):
         torch.testing.assert_close(noted, share * bool(coefficients[name]), rtol=1e-5, atol=1e-7)
     if not any(coefficients.values()):
         assert loss is None
