@@ -49,6 +49,17 @@ def _deepseek_v3(m: ModelConfig, context: int) -> Json:
     return _latent(m, "deepseek_v3") | _groups(m) | mtp
 
 
+def _indexed(m: ModelConfig, context: int) -> Json:
+    sparse = {"heads": 64, "dim": 128, "top_k": 2048} | m.attention.sparse
+    own = {"indexer_types": ["full"] * m.layers} if sparse.get("interleaved") else {}
+    return _deepseek_v3(m, context) | {
+        "index_n_heads": sparse["heads"],
+        "index_head_dim": sparse["dim"],
+        "index_topk": sparse["top_k"],
+        **own,
+    }
+
+
 def _deepseek_v2(m: ModelConfig, context: int) -> Json:
     return _latent(m, "deepseek_v2") | {"n_group": 1, "topk_group": 1}
 
@@ -119,6 +130,8 @@ def _qwen3_next(m: ModelConfig, context: int) -> Json:
 WRITERS: dict[str, Callable[[ModelConfig, int], Json]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _indexed,
+    "glm_moe_dsa": _indexed,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "llama": _nothing,

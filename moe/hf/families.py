@@ -77,8 +77,16 @@ _LATENT_HEADS = {
 _PLAIN = {
     "norm_zero_centered": False,
     "attention.output_gate": False,
+    "attention.sparse": {},
     "linear_attention.full_attention_interval": 1,
     "moe.shared_gate": False,
+}
+_INDEXED = {  # latent attention with an indexer; `attention.sparse` is read field by field
+    **_SWIGLU,
+    **{knob: value for knob, value in _PLAIN.items() if knob != "attention.sparse"},
+    **_LATENT_HEADS,
+    "bias": False,
+    "moe.router.score": "sigmoid",
 }
 _NORMED_TOGETHER = {"attention.qk_norm": True, "attention.qk_norm_over": "projection"}
 _ROUTED_ONLY = {"mtp_layers": 0, "moe.shared_ffn": 0}
@@ -122,6 +130,20 @@ _DENSE_LAYERS = {
     "attention.window": 0,
 }
 _ALL = {"attention_dropout": 0.0, "hidden_act": "silu"}
+_V3_FIELDS = {
+    **_LATENT,
+    "norm_topk_prob": "moe.router.normalize",
+    "n_group": "moe.router.groups",
+    "topk_group": "moe.router.group_topk",
+}
+_V3_DEMANDED = {
+    **_ALL,
+    "attention_bias": False,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 _MIXTRAL_NAMES = Names(
     block="block_sparse_moe",
     choice_bias="e_score_correction_bias",
@@ -138,21 +160,23 @@ FAMILIES = {
             "bias": False,
             "moe.router.score": "sigmoid",
         },
-        fields={
-            **_LATENT,
-            "norm_topk_prob": "moe.router.normalize",
-            "n_group": "moe.router.groups",
-            "topk_group": "moe.router.group_topk",
-        },
-        demanded={
-            **_ALL,
-            "attention_bias": False,
-            "moe_layer_freq": 1,
-            "rope_interleave": True,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-        },
+        fields=_V3_FIELDS,
+        demanded=_V3_DEMANDED,
         harmless=frozenset({"ep_size", "pretraining_tp"}),
+    ),
+    "deepseek_v32": Family(
+        architecture="DeepseekV32ForCausalLM",
+        fixed=_INDEXED,
+        fields=_V3_FIELDS,
+        demanded={**_V3_DEMANDED, "mlp_bias": False},
+        harmless=frozenset({"ep_size", "pretraining_tp"}),
+    ),
+    "glm_moe_dsa": Family(
+        architecture="GlmMoeDsaForCausalLM",
+        fixed=_INDEXED,
+        fields=_V3_FIELDS,
+        demanded={**_V3_DEMANDED, "mlp_bias": False, "indexer_rope_interleave": True},
+        harmless=frozenset({"ep_size", "moe_router_dtype", "pretraining_tp"}),
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
@@ -415,6 +439,8 @@ def family_of(m: ModelConfig) -> str:
     a, sigmoid = m.attention, m.moe.router.score == "sigmoid"
     if not has_experts(m):
         return "qwen3" if a.qk_norm else "llama"
+    if a.sparse:
+        return "glm_moe_dsa" if a.sparse.get("interleaved") else "deepseek_v32"
     if len(mixer_layers(m)) > 1 or a.output_gate:
         return "qwen3_next"
     if a.kind == "mla":

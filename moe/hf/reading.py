@@ -5,6 +5,7 @@ Functions of the fields and of the knobs read so far; they return more knobs bel
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from phalanx.configs.knobs import knobs
@@ -128,6 +129,32 @@ def _deepseek_v3(config: Fields, knobs: Knobs) -> Knobs:
     return {**_latent(config, knobs), "mtp_layers": number(config, "num_nextn_predict_layers", 0)}
 
 
+def _indexed(config: Fields, knobs: Knobs, *, interleaved: bool) -> Knobs:
+    """Latent attention with an indexer in every layer (DeepSeek-V3.2, GLM-5)."""
+    number(config, "q_lora_rank", least=1)  # its queries are made of that latent
+    kinds = {"layer_types": "indexed_attention", "indexer_types": "full"}
+    for name, kind in kinds.items():
+        if config.get(name) is not None:  # other types share the keys of another layer
+            config.demand({name: [kind] * knobs["layers"]})
+    dense = min(knobs["moe.dense_layers"], knobs["layers"])
+    if config.get("mlp_layer_types") is not None:
+        kinds_of_mlp = ["dense"] * dense + ["sparse"] * (knobs["layers"] - dense)
+        config.demand({"mlp_layer_types": kinds_of_mlp})
+    if "index_topk_pattern" in config or number(config, "index_topk_freq", 1) > 1:
+        raise ConversionError(
+            "config.json has layers that share the keys of another one (index_topk_freq, "
+            "index_topk_pattern), which are not supported"
+        )
+    config.get("index_skip_topk_offset")  # of such layers
+    sparse = {
+        "heads": number(config, "index_n_heads", 32 if interleaved else 64, least=1),
+        "dim": number(config, "index_head_dim", 128, least=knobs["attention.qk_rope_dim"]),
+        "top_k": number(config, "index_topk", 2048, least=1),
+        **({"interleaved": True} if interleaved else {}),
+    }
+    return {**_deepseek_v3(config, knobs), "attention.sparse": sparse}
+
+
 def _deepseek_v2(config: Fields, knobs: Knobs) -> Knobs:
     return _latent(config, knobs)
 
@@ -223,6 +250,8 @@ def _qwen3_next(config: Fields, knobs: Knobs) -> Knobs:
 READERS: dict[str, Callable[[Fields, Knobs], Knobs]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": partial(_indexed, interleaved=False),
+    "glm_moe_dsa": partial(_indexed, interleaved=True),
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "llama": _llama,

@@ -51,6 +51,7 @@ _LATENT = dict(
     v_head_dim=24,
     first_k_dense_replace=1,
 )
+_INDEXER = dict(q_lora_rank=48, index_n_heads=4, index_head_dim=16, index_topk=6)
 _GLM = dict(
     _BOTH,
     head_dim=24,
@@ -81,6 +82,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             routed_scaling_factor=2.446,
             rms_norm_eps=1e-5,
             rope_parameters=_rope(5e4),
+        ),
+    ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        dict(
+            _LATENT,
+            **_INDEXER,
+            n_group=4,
+            topk_group=2,
+            rope_parameters=_yarn(1e4, mscale=1.0, mscale_all_dim=1.0),
+        ),
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        dict(
+            _LATENT,
+            **_INDEXER,
+            rms_norm_eps=1e-5,
+            routed_scaling_factor=2.5,
+            rope_parameters=_rope(1e6),
         ),
     ),
     "gpt_oss": (
