@@ -118,3 +118,21 @@ def test_both_phases_in_one_run(corpus: list[str], tmp_path: Path) -> None:
     assert any(".indexer." in key for key in moved)
     assert any(key.endswith("linear_q_up_proj.weight") for key in moved)
     assert len(losses(tmp_path, "balance/indexer_loss")) == 4
+
+
+def test_with_all_keys_chosen_it_is_dense_attention(corpus: list[str], tmp_path: Path) -> None:
+    """Of packed documents too: losses and gradients of the same model without an indexer."""
+    common = [*corpus, "precision=fp32", "run.steps=3", "data.document_mask=true"]
+    common += ["model.moe.router.seq_aux_loss=0", "parallel.capacity_factor=8"]
+    sides = {
+        "sparse": ["model.attention.sparse.top_k=16", "model.attention.sparse.loss=0"],
+        "dense": ["model.attention.sparse={}"],
+    }
+    found = {}
+    for name, words in sides.items():
+        (rank,) = run(1, [*common, *words, f"run.dir={tmp_path / name}"])
+        assert rank.code == 0, rank.err
+        found[name] = records(tmp_path / name / "run")
+    for key, rel in (("loss", 1e-5), ("mtp_loss", 1e-5), ("grad_norm", 1e-4)):
+        values = [[r[key] for r in found[name]] for name in sides]
+        assert values[0] == pytest.approx(values[1], rel=rel), key
