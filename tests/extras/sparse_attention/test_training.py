@@ -74,11 +74,12 @@ def test_ranks_and_stages_have_the_losses_of_one(corpus: list[str], tmp_path: Pa
         ("one", 1, []),
         ("experts", 2, ["parallel.expert=2"]),
         ("stages", 2, ["parallel.pipeline=2"]),
+        ("recomputed", 1, ["run.recompute=full"]),
     ):
         ranks = run(world, [*common, *sizes, f"run.dir={tmp_path / name}"])
         assert all(rank.code == 0 for rank in ranks), ranks[0].err
         found[name] = records(tmp_path / name / "run")
-    for name in ("experts", "stages"):
+    for name in ("experts", "stages", "recomputed"):
         for key, rel in (("loss", 2e-5), ("balance/indexer_loss", 2e-4), ("grad_norm", 2e-3)):
             values = [r[key] for r in found[name]]
             assert values == pytest.approx([r[key] for r in found["one"]], rel=rel), (name, key)
