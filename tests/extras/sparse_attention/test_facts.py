@@ -9,7 +9,7 @@ from phalanx.configs.load import load
 
 @pytest.mark.parametrize(("name", "kind"), [("deepseek_v32", "V32"), ("glm_5", "Glm")])
 def test_parameters_are_those_of_transformers(name: str, kind: str) -> None:
-    """Of the published sizes, with a dense layer and one with few experts."""
+    """Published sizes, with a dense layer and one with few experts."""
     import transformers
 
     more = ["model.moe.dense_layers=1", "model.layers=2", "model.moe.experts=8"]

@@ -122,7 +122,7 @@ def test_both_phases_in_one_run(corpus: list[str], tmp_path: Path) -> None:
 
 
 def test_with_all_keys_chosen_it_is_dense_attention(corpus: list[str], tmp_path: Path) -> None:
-    """Of packed documents too: losses and gradients of the same model without an indexer."""
+    """Losses and gradients are those of the same model without an indexer, in packed documents."""
     common = [*corpus, "precision=fp32", "run.steps=3", "data.document_mask=true"]
     common += ["model.moe.router.seq_aux_loss=0", "parallel.capacity_factor=8"]
     sides = {
