@@ -30,14 +30,18 @@ ATTENTION = "attention"  # the mixer of a layer that has no other: `model.attent
 def mixer(m: ModelConfig, layer: int) -> str:
     """Name of the mixer of a layer, a key of `configs.tables.layers.MIXERS`."""
     every = m.linear_attention.full_attention_interval
-    other = "sparse_attention" if m.attention.sparse else ATTENTION
-    return "linear_attention" if layer < m.layers and (layer + 1) % every else other
+    return "linear_attention" if layer < m.layers and (layer + 1) % every else _other(m)
+
+
+def _other(m: ModelConfig) -> str:
+    """Mixer of the layers without linear attention."""
+    return "sparse_attention" if m.attention.sparse else ATTENTION
 
 
 def mixer_layers(m: ModelConfig, *, mtp: bool = True) -> Counter[str]:
     """Number of layers with each mixer; `mtp=False` leaves out those of multi-token prediction."""
     own = m.layers - m.layers // m.linear_attention.full_attention_interval
-    found = {"linear_attention": own, ATTENTION: m.layers - own + (m.mtp_layers if mtp else 0)}
+    found = {"linear_attention": own, _other(m): m.layers - own + (m.mtp_layers if mtp else 0)}
     return Counter({name: number for name, number in found.items() if number})
 
 
