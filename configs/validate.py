@@ -37,12 +37,8 @@ from phalanx.configs.layout import (
 from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
-from phalanx.configs.tables.backends import (
-    attention_backend,
-    expert_backend,
-    norm_backend,
-)
-from phalanx.configs.tables.capabilities import SHARDED_PROBLEMS, ZERO3
+from phalanx.configs.tables.backends import attention_backend, expert_backend, norm_backend
+from phalanx.configs.tables.capabilities import SHARDED_PROBLEMS, VARIANT_PROBLEMS, ZERO3
 from phalanx.configs.tables.layers import MIXERS
 from phalanx.configs.tables.machines import MACHINES, machine_named
 from phalanx.configs.tables.optimizers import MOMENTS, OPTIMIZERS
@@ -119,6 +115,7 @@ def validate(
         bound_problems,
         _attention,
         _mixers,
+        _variants,
         _dense,
         _router,
         _experts,
@@ -229,6 +226,11 @@ def _heads(cfg: Config) -> Iterator[str]:
 def _mixers(cfg: Config) -> Iterator[str]:
     for name in mixer_layers(cfg.model):
         yield from mixer_of(name).problems(cfg)
+
+
+def _variants(cfg: Config) -> Iterator[str]:
+    if cfg.model.variants:
+        yield from resolve_name(VARIANT_PROBLEMS)(cfg)
 
 
 def _dense(cfg: Config) -> Iterator[str]:

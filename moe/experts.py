@@ -64,7 +64,7 @@ class Experts(MegatronModule):
         self.spec = spec
         self.ep_group, self.expert_dp_group = pg_collection.ep, pg_collection.expt_dp
         local = config.num_moe_experts // self.ep_group.size()
-        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        hidden, width = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
         fc1 = spec.activation.width(width)
         biased = config.add_bias_linear
 

@@ -7,6 +7,7 @@ resolved kernels.
 
 from dataclasses import dataclass
 
+from phalanx.configs.arithmetic.layers import expert_hidden
 from phalanx.configs.formats import fp8_row, is_fp8, width
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -58,13 +59,13 @@ def hidden_bytes(cfg: Config, counts: TokenCounts, *, fp8: bool) -> int:
 
 def experts_backward(cfg: Config, counts: TokenCounts, local: int) -> int:
     """Peak of the backward pass of `local` experts, over its steps in their order."""
-    m, e, k = cfg.model, cfg.model.moe, cfg.kernels
+    hidden, e, k = expert_hidden(cfg.model), cfg.model.moe, cfg.kernels
     parts, element = ACTIVATIONS[e.activation].halves, width(cfg)
-    row_d, row_f = counts.rows * m.hidden * element, counts.rows * e.ffn * element
+    row_d, row_f = counts.rows * hidden * element, counts.rows * e.ffn * element
     fused, facts = k.gradient_accumulation_fusion, expert_backend(k.backend)
     grads = 0 if fused and facts.joint_placeholder else local
-    w1, w2 = (grads * n * m.hidden * e.ffn * element for n in (parts, 1))
-    dh, tokens = parts * row_f, counts.received * m.hidden * element
+    w1, w2 = (grads * n * hidden * e.ffn * element for n in (parts, 1))
+    dh, tokens = parts * row_f, counts.received * hidden * element
     copies = int(not facts.fuses_gather)  # gathered rows, bf16 weight gradients
     # In FP8 all operands of weight gradients are transposed while x's gradient is live.
     transposed = row_f + row_d if saves_fp8_inputs(cfg) and facts.fuses_gather else 0

@@ -10,12 +10,14 @@ from dataclasses import dataclass, fields
 
 from phalanx.configs.arithmetic.attention import head_dims
 from phalanx.configs.arithmetic.layers import (
+    expert_hidden,
     has_window,
     is_dense,
     mixer,
     mixer_layers,
     mixer_of,
     mlp_layers,
+    of_variants,
 )
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -34,6 +36,7 @@ class Parameters:
     norms: int
     mtp_projection: int
     head: int
+    variants: int = 0  # of `model.variants`, beside experts of another size
 
     @property
     def total(self) -> int:
@@ -67,7 +70,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     for name, layers in mixer_layers(m).items():
         linear += layers * mixer_of(name).weights(m)
     linear += dense * mlp_weights(m, m.dense_ffn)
-    linear += sparse * mlp_weights(m, m.moe.ffn) * m.moe.top_k
+    linear += sparse * expert_weights(m) * m.moe.top_k
+    linear += dense * variant_products(m, False) + sparse * variant_products(m, True)
     linear += sparse * mlp_weights(m, m.moe.shared_ffn)
     linear += (1 + m.mtp_layers) * h * m.vocab_size + m.mtp_layers * 2 * h * h
     backward_twice, multiply_add = 3, 2
@@ -98,13 +102,14 @@ def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
     Layers of multi-token prediction come last, without their input projections.
     """
     m, a, e = model, model.attention, model.moe
-    sparse = mlp_weights(m, e.ffn) * e.top_k + mlp_weights(m, e.shared_ffn)
+    sparse = expert_weights(m) * e.top_k + mlp_weights(m, e.shared_ffn)
     dense, channels = mlp_weights(m, m.dense_ffn), a.heads * sum(head_dims(a))
 
     def products(layer: int) -> float:
         mlp = dense if is_dense(m, layer) else sparse
         kind = mixer_of(mixer(m, layer))
         core = channels * _keys_seen(m, layer, sequence_length) if kind.core else 0.0
+        mlp += variant_products(m, not is_dense(m, layer))
         return kind.weights(m) + kind.products(m) + core + mlp
 
     return [6.0 * products(layer) for layer in range(m.layers + m.mtp_layers)]
@@ -149,14 +154,14 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
     h, e, mtp_layers = m.hidden, m.moe, m.mtp_layers if mtp else 0
     dense, sparse = mlp_layers(m, mtp=mtp)
-    up, bias = ACTIVATIONS[e.activation].halves, int(m.bias)
+    up, bias, inner = ACTIVATIONS[e.activation].halves, int(m.bias), expert_hidden(m)
     mixers = [(mixer_of(name), layers) for name, layers in mixer_layers(m, mtp=mtp).items()]
     return Parameters(
         embedding=m.vocab_size * h,
         attention=sum(layers * each.parameters(m) for each, layers in mixers),
         dense_mlp=dense * (mlp_weights(m, m.dense_ffn) + bias * (up * m.dense_ffn + h)),
         router=sparse * e.experts * (h + bias),
-        routed_experts=sparse * experts * (mlp_weights(m, e.ffn) + bias * (up * e.ffn + h)),
+        routed_experts=sparse * experts * (expert_weights(m) + bias * (up * e.ffn + inner)),
         shared_experts=sparse * (mlp_weights(m, e.shared_ffn) + e.shared_gate * h),
         # Two per layer (before attention and MLP) and a final one; a prediction layer has a final
         # norm of its own, and one for each of its two inputs.
@@ -165,7 +170,23 @@ def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
         + (h + mtp_layers * 3 * h),
         mtp_projection=mtp_layers * 2 * h * h,
         head=0 if m.tie_embeddings else m.vocab_size * h,
+        variants=dense * variant_parameters(m, False) + sparse * variant_parameters(m, True),
     )
+
+
+def variant_parameters(m: ModelConfig, sparse: bool) -> int:
+    """Parameters that `model.variants` add to a layer with experts (`sparse`) or without."""
+    return sum(v.parameters(m, sparse) for v in of_variants(m))
+
+
+def variant_products(m: ModelConfig, sparse: bool) -> int:
+    """Multiply-adds of a token that they add to such a layer."""
+    return sum(v.products(m, sparse) for v in of_variants(m))
+
+
+def expert_weights(m: ModelConfig) -> int:
+    """Matrix elements of one routed expert."""
+    return mlp_weights(m, m.moe.ffn) // m.hidden * expert_hidden(m)
 
 
 def mlp_weights(m: ModelConfig, ffn: int) -> int:

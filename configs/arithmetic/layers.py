@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import Any, cast
 
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
+from phalanx.configs.tables.capabilities import VARIANTS
 from phalanx.configs.tables.layers import MIXERS
 
 
@@ -58,6 +59,17 @@ def mlp_layers(m: ModelConfig, *, mtp: bool = True) -> tuple[int, int]:
     layers = m.layers + (m.mtp_layers if mtp else 0)
     dense = m.moe.dense_layers if has_experts(m) else layers
     return dense, layers - dense
+
+
+def of_variants(m: ModelConfig) -> list[Any]:
+    """Each change of `model.variants`, an `extras.variants.facts.Variant`."""
+    texts = (text.partition(":") for text in m.variants)
+    return [resolve_name(VARIANTS[name])(int(size)) for name, _, size in texts]
+
+
+def expert_hidden(m: ModelConfig) -> int:
+    """Channels of the tokens that routed experts read and write, and that are exchanged."""
+    return min([m.hidden, *(v.expert_hidden(m) for v in of_variants(m))])
 
 
 class Mixer:

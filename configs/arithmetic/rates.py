@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from phalanx.configs.arithmetic.accounting import core_flops, core_layers
 from phalanx.configs.arithmetic.attention import head_dims
-from phalanx.configs.arithmetic.layers import has_window
+from phalanx.configs.arithmetic.layers import expert_hidden, has_window
 from phalanx.configs.schema import AttentionConfig, ModelConfig
 from phalanx.configs.tables.machines import MACHINES, Machine
 
@@ -76,7 +76,7 @@ def by_size(model: ModelConfig, measured: Sequence[tuple[int, float]]) -> float:
 
     `measured` are elements of a matrix and value, smallest first; the ends hold beyond them.
     """
-    size = model.hidden * model.moe.ffn
+    size = expert_hidden(model) * model.moe.ffn
     below = max((m for m in measured if m[0] <= size), default=measured[0])
     above = min((m for m in measured if m[0] >= size), default=measured[-1])
     if above[0] == below[0]:

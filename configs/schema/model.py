@@ -238,6 +238,8 @@ class ModelConfig:
     """Number of multi-token-prediction layers (DeepSeek-V3)."""
     mtp_loss: float = 0.1
     """Weight of the multi-token-prediction loss."""
+    variants: list[str] = field(default_factory=list)
+    """Latent experts of 256 channels, four residual streams: `[latent:256,mhc:4]`; empty: none."""
     init_std: float = knob(0.02, above_zero=True)
     """Standard deviation of initial weights; output projections divide it by sqrt(2 * layers)."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)

@@ -86,5 +86,13 @@ TASKS = "phalanx.extras.tasks.entry"
 """Module with the callback of `run.tasks`, `TaskScores`, and `checkpoint_scores` of a model."""
 READ_TASKS = "phalanx.extras.tasks.prepared:prepared"  # `(cfg)`, or DataError, without torch
 
+
+VARIANTS = {
+    "latent": "phalanx.extras.variants.facts:Latent",
+    "mhc": "phalanx.extras.variants.facts:HyperConnections",
+}
+"""`(size) -> extras.variants.facts.Variant` by name: changes of `model.variants`."""
+VARIANT_PROBLEMS = "phalanx.extras.variants.facts:problems"  # `(cfg)`, which it repairs
+
 KERNELS: tuple[str, ...] = ("phalanx.extras.replication.kernels.shipped:kernels",)
 """Paths of `() -> (kernel class, configuration), ...`: for Hopper, built ahead of time."""

@@ -8,7 +8,7 @@ and pads the buffers of all ranks to the largest; this module does the same.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phalanx.configs.arithmetic.layers import mixer_of
+from phalanx.configs.arithmetic.layers import expert_hidden, mixer_of, of_variants
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, optimizer_shards
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -74,11 +74,13 @@ def _stacks(cfg: Config, world: int, chunk: Chunk) -> list[Stack]:
     mlp = [Stack(up, m.dense_ffn, h), Stack(1, h, m.dense_ffn)]
     shared = [Stack(up, e.shared_ffn, h), Stack(1, h, e.shared_ffn)] if e.shared_ffn else []
     local = e.experts // expert_parallel_size(cfg, world)
-    routed = [Stack(up * local, e.ffn, h, True), Stack(local, h, e.ffn, True)]
+    inner = expert_hidden(m)
+    routed = [Stack(up * local, e.ffn, inner, True), Stack(local, inner, e.ffn, True)]
+    changed = [Stack(1, *shape) for v in of_variants(m) for shape in v.matrices(m)]
     return [
         *(s for name, n in sorted(chunk.mixers.items()) for s in _mixer_stacks(m, name) * n),
         *mlp * chunk.dense,
-        *(shared + routed) * chunk.sparse,
+        *(shared + routed + changed) * chunk.sparse,
         *[Stack(1, h, 2 * h)] * chunk.mtp,
     ]
 

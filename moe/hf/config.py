@@ -395,7 +395,7 @@ def to_json(m: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
     """
     a, cfg, family = m.attention, Config(model=m), family_of(m)
     kind = FAMILIES[family]
-    for knob, value in kind.fixed.items():
+    for knob, value in {**kind.fixed, "variants": []}.items():
         present = get(cfg, f"model.{knob}")
         if present != value and not (knob == "moe.router.softmax_over" and _is_over_top_k(m)):
             raise refused(knob, spelled(present), f"{family} of Hugging Face has {spelled(value)}")

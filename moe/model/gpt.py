@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from phalanx.configs.arithmetic.layers import is_dense, mixer
+from phalanx.configs.arithmetic.layers import is_dense, mixer, of_variants
 from phalanx.configs.formats import is_resident
 from phalanx.configs.schema import AttentionConfig, Config
 from phalanx.configs.tables.backends import expert_backend
@@ -257,7 +257,7 @@ def _layer(
     if m.attention.qk_norm and m.attention.qk_norm_over == "projection":
         attention.q_layernorm = partial(over_heads, norm, m.attention.heads)
         attention.k_layernorm = partial(over_heads, norm, m.attention.kv_heads)
-    mixer_facts = MIXERS[mixer(m, number)]
+    mixer_facts, changes = MIXERS[mixer(m, number)], of_variants(m)
     if mixer_facts.spec:
         own = backends.other_mixer, sub.self_attention, m
         sub.self_attention = resolve_name(mixer_facts.spec)(*own)
@@ -266,14 +266,18 @@ def _layer(
     if is_dense(m, number):
         sub.mlp = partial(DenseMLP, spec=moe.dense, submodules=sub.mlp.keywords["submodules"])
     else:
-        sub.mlp = partial(resolve_name(backend.layer) if backend.layer else MoE, options=moe)
+        path = backend.layer or next((v.mlp for v in changes if v.mlp), "")
+        sub.mlp = partial(resolve_name(path) if path else MoE, options=moe)
     # Megatron-Core renames norms in checkpoints to match fused layers; ours are not fused.
     sub.sharded_state_dict_keys_map = {}
     projections = replace(moe.dense, margins=Margins())
     params: dict[str, Any] = {"memory": memory_plan(cfg)}
     if projections.recipe is not None and mixer_facts.quantized:
         params["projections"] = projections
-    return ModuleSpec(module=Layer, params=params, submodules=sub)
+    module = Layer
+    for change in (change for change in changes if change.layer):
+        module, params["size"] = resolve_name(change.layer), change.size
+    return ModuleSpec(module=module, params=params, submodules=sub)
 
 
 def memory_plan(cfg: Config) -> MemoryPlan:

@@ -64,7 +64,7 @@ def _fill(shard: ShardedTensor, seed: int, std: float, layers: int) -> None:
         data.copy_(_random(data, shard, index, seed, lambda x, g: x.uniform_(*_RATES, generator=g)))
         data.log_()
     elif rank == 1:
-        assert "norm" in key, key  # norms are built with their initial weights
+        assert "norm" in key or "hyper" in key, key  # built with their initial weights
     elif ".conv1d." in key:  # torch's initialization of a convolution with that many taps
         std = 1 / math.sqrt(3 * data.size(-1))
         _draw(data, shard, index, seed, std)

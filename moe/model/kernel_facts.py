@@ -14,7 +14,13 @@ import torch
 
 from phalanx.configs.arithmetic.attention import head_dims, qk_norms
 from phalanx.configs.arithmetic.batch_sizes import model_input
-from phalanx.configs.arithmetic.layers import has_experts, has_window, mixer, mixer_of
+from phalanx.configs.arithmetic.layers import (
+    expert_hidden,
+    has_experts,
+    has_window,
+    mixer,
+    mixer_of,
+)
 from phalanx.configs.formats import in_bf16, is_fp8, quantized_layer, recipe_facts
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config, ModelConfig, MoEConfig
@@ -68,7 +74,7 @@ def facts(
         fp8=is_fp8(cfg),
         recipe=cfg.precision.recipe,
         wgrad=cfg.precision.wgrad,
-        hidden=cfg.model.hidden,
+        hidden=expert_hidden(cfg.model),
         ffn=e.ffn if routed else cfg.model.dense_ffn,
         experts=e.experts // expert_parallel_size(cfg, world) if routed else 1,
         slots=slots(e.router, experts=e.experts, top_k=e.top_k).width if routed else 1,

@@ -14,15 +14,10 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_of
+from phalanx.configs.arithmetic.layers import expert_hidden, has_experts, mixer_layers, mixer_of
 from phalanx.configs.formats import in_bf16
 from phalanx.configs.layout import pipeline_chunks
-from phalanx.configs.schema import (
-    AttentionConfig,
-    Config,
-    ModelConfig,
-    MoEConfig,
-)
+from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConfig
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.kernels.expert_mlp.activation import formula
@@ -132,6 +127,7 @@ def _experts(m: ModelConfig) -> dict[str, Any]:
     return dict(
         num_moe_experts=e.experts,
         moe_ffn_hidden_size=e.ffn,
+        moe_latent_size=expert_hidden(m) if expert_hidden(m) < m.hidden else None,
         moe_shared_expert_intermediate_size=e.shared_ffn or None,
         moe_shared_expert_gate=e.shared_gate,
         moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],

@@ -13,15 +13,8 @@ from pkgutil import resolve_name
 
 import torch
 
-from phalanx.configs.arithmetic.layers import ATTENTION
-from phalanx.configs.formats import (
-    fp8_row,
-    is_fp8,
-    quantizes,
-    quantizes_dense,
-    rows_in_fp8,
-    width,
-)
+from phalanx.configs.arithmetic.layers import ATTENTION, expert_hidden, of_variants
+from phalanx.configs.formats import fp8_row, is_fp8, quantizes, quantizes_dense, rows_in_fp8, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.remembered import GROUPS, LAYERS, remembered
 from phalanx.configs.schema import Config
@@ -138,7 +131,7 @@ class Activations:
         more = self._fp8_inputs(1, instead=False) if fp8_dense and shared else 0
         local = cfg.model.moe.experts // expert_parallel_size(cfg, self._world)
         backward = experts_backward(cfg, self.sizes, local) + self.replica_memory().backward
-        backward += self._sent.backward * width(cfg) * cfg.model.hidden
+        backward += self._sent.backward * width(cfg) * expert_hidden(cfg.model)
         return self._layer(parts, backward, fp8_dense, more, mixer)
 
     def bytes_freed(self, name: str) -> dict[LayerKind, int]:
@@ -210,6 +203,8 @@ class Activations:
             backward = max(backward, own)
         parts = attention | {"residual": 2 * hidden, "norm": norms} | mlp
         parts["bias"] = int(self._cfg.model.bias) * hidden
+        sparse, changes = "dense" not in mlp, of_variants(self._cfg.model)
+        parts["variants"] = sum(v.saved_bytes(self._cfg, self.sizes, sparse) for v in changes)
         run, offloaded = self._cfg.run, 0
         if "full" in run.recompute:
             offloaded = hidden if run.offload else 0
@@ -221,7 +216,7 @@ class Activations:
 
     def _experts(self, fp8: bool) -> SavedTensors:
         """Saved by router, dispatch and experts, without the input, which the norm saves."""
-        cfg, p, hidden = self._cfg, self._cfg.precision, self._cfg.model.hidden
+        cfg, p, hidden = self._cfg, self._cfg.precision, expert_hidden(self._cfg.model)
         if path := expert_backend(cfg.kernels.backend).saved_tensors:
             parts: SavedTensors = resolve_name(path)(cfg, self.sizes, fp8=fp8)
             parts["moe"] += router_saved(cfg, self.sizes)
@@ -248,7 +243,7 @@ class Activations:
     def replica_slot_bytes(self) -> int:
         """Bytes of the replicas' weights and of their fp32 gradients."""
         e, replicas = self._cfg.model.moe, replica_slots(self._cfg, self._world)
-        matrix = self._cfg.model.hidden * e.ffn
+        matrix = expert_hidden(self._cfg.model) * e.ffn
         element = width(self._cfg) + 4  # gradients in fp32
         return replicas * (ACTIVATIONS[e.activation].halves + 1) * matrix * element
 
@@ -263,7 +258,7 @@ class Activations:
         if not replicas:
             return LayerMemory(0, 0)
         ranks, element = expert_parallel_size(self._cfg, self._world), width(self._cfg)
-        halves, matrix = ACTIVATIONS[e.activation].halves, self._cfg.model.hidden * e.ffn
+        halves, matrix = ACTIVATIONS[e.activation].halves, expert_hidden(self._cfg.model) * e.ffn
         expert, local, k = (halves + 1) * matrix, e.experts // ranks, self._cfg.kernels
         saved = replicas * expert * element if self._cfg.parallel.save_x == "keep" else 0
         backward = 0

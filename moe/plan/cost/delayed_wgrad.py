@@ -11,7 +11,7 @@ rows, D hidden, F expert width, H = 2F if gated.
 from collections.abc import Iterable
 from itertools import chain
 
-from phalanx.configs.arithmetic.layers import has_experts, mixer_of
+from phalanx.configs.arithmetic.layers import expert_hidden, has_experts, mixer_of
 from phalanx.configs.arithmetic.rates import with_wide_experts
 from phalanx.configs.formats import grad_width, multiplies_fp8, width
 from phalanx.configs.layout import expert_parallel_size, micro_batches, replica_slots
@@ -106,7 +106,7 @@ def expert_operands(cfg: Config, counts: TokenCounts, kind: LayerKind) -> int:
     quantized, halves = kind.fp8 and saves_fp8_inputs(cfg), ACTIVATIONS[e.activation].halves
     element = 1 if quantized else width(cfg)
     gathered = quantized or not expert_backend(cfg.kernels.backend).fuses_gather
-    tokens = 2 * m.hidden * (counts.rows if gathered else counts.received)
+    tokens = 2 * expert_hidden(m) * (counts.rows if gathered else counts.received)
     return element * (tokens + counts.rows * (halves + 1) * e.ffn)
 
 

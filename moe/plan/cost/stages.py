@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from phalanx.configs.arithmetic.layers import expert_hidden
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import multiplies_fp8, resident_layers
 from phalanx.configs.knobs import changed
@@ -182,7 +183,7 @@ def exchange_bytes(cfg: Config, world: int) -> int:
     They are outside of torch's allocator. Where passes of two micro-batches run beside each other,
     each kind of pass has buffers.
     """
-    row, buffers = 2 * cfg.model.hidden + 8 * cfg.model.moe.top_k, costs(cfg, world).buffers
+    row, buffers = 2 * expert_hidden(cfg.model) + 8 * cfg.model.moe.top_k, costs(cfg, world).buffers
     buffers *= 2 if cfg.parallel.overlap_microbatches == "on" else 1
     return buffers * row + (Activations(cfg, world).replica_slot_bytes() if buffers else 0)
 

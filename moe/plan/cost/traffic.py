@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 
 import torch
 
+from phalanx.configs.arithmetic.layers import expert_hidden
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, rows_in_fp8, width
 from phalanx.configs.layout import expert_parallel_size, replica_slots
 from phalanx.configs.remembered import GROUPS, STEP, remembered
@@ -133,7 +134,7 @@ def received(cfg: Config, world: int) -> int:
 
 def row_bytes(cfg: Config) -> int:
     """Bytes of a dispatched token, or gradient."""
-    hidden, fp8 = cfg.model.hidden, rows_in_fp8(cfg)
+    hidden, fp8 = expert_hidden(cfg.model), rows_in_fp8(cfg)
     return quantize.row_bytes(hidden) if fp8 else hidden * width(cfg)
 
 
@@ -141,7 +142,7 @@ def _traffic(
     cfg: Config, world: int, once: tuple[Links, Links], resent: tuple[Links, Links]
 ) -> Traffic:
     """Traffic of rows (dispatch, combine) sent in both passes, and `resent` in the backward one."""
-    to, fro = row_bytes(cfg), cfg.model.hidden * width(cfg)
+    to, fro = row_bytes(cfg), expert_hidden(cfg.model) * width(cfg)
     ranks = sum(_probabilities(cfg.model.moe, _rank_sizes(cfg, world)))
     by_node = _node_sizes(cfg, world)
     hosts, most = (

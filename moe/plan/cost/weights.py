@@ -14,7 +14,9 @@ from typing import NamedTuple, cast
 
 from phalanx.configs.arithmetic.accounting import (
     Parameters,
+    expert_weights,
     parameters,
+    variant_parameters,
 )
 from phalanx.configs.arithmetic.layers import ATTENTION, is_dense, mixer, mixer_of, mlp_layers
 from phalanx.configs.formats import (
@@ -28,11 +30,7 @@ from phalanx.configs.formats import (
     width,
 )
 from phalanx.configs.knobs import changed
-from phalanx.configs.layout import (
-    expert_parallel_size,
-    optimizer_shards,
-    pipeline_chunks,
-)
+from phalanx.configs.layout import expert_parallel_size, optimizer_shards, pipeline_chunks
 from phalanx.configs.remembered import SHARDS, STAGES, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
@@ -225,6 +223,7 @@ def in_chunk(cfg: Config, world: int, chunk: Chunk, p: Parameters) -> tuple[int,
         kind = mixer_of(name)
         cut = (kind.parameters(m) - unsharded) // tensor
         dense += count * (cut + unsharded + kind.norms(m))
+    dense += without_experts * variant_parameters(m, False) + sparse * variant_parameters(m, True)
     dense += without_experts * ((mlp - unsharded) // tensor + unsharded)
     dense += sparse * (shared // tensor + gate + _share(p.router, all_sparse))
     dense += mtp * (2 * h * h // tensor + 3 * h)
@@ -321,7 +320,7 @@ def fp8_weights_by_kind(cfg: Config, world: int) -> dict[LayerKind, Fp8Weights]:
     if not multiplies_fp8(cfg):
         return found
     matrices = (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden
-    of_experts = matrices * m.moe.ffn * (m.moe.experts // expert_parallel_size(cfg, world))
+    of_experts = expert_weights(m) * (m.moe.experts // expert_parallel_size(cfg, world))
     for kind in (kind for kind in found if kind.fp8):
         dense = matrices * (m.dense_ffn if kind.dense else m.moe.shared_ffn)
         dense += mixer_of(kind.mixer).weights(m) if MIXERS[kind.mixer].quantized else 0

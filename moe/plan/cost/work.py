@@ -9,12 +9,9 @@ from dataclasses import replace
 from math import hypot
 from typing import NamedTuple
 
-from phalanx.configs.arithmetic.accounting import (
-    flops_per_token,
-    mixer_products,
-)
+from phalanx.configs.arithmetic.accounting import expert_weights, flops_per_token, mixer_products
 from phalanx.configs.arithmetic.attention import head_dims, projections
-from phalanx.configs.arithmetic.layers import mlp_layers
+from phalanx.configs.arithmetic.layers import expert_hidden, mlp_layers
 from phalanx.configs.formats import grad_width, multiplies_fp8, quantizes_dense, width
 from phalanx.configs.layout import expert_parallel_size, logit_interval, micro_batches
 from phalanx.configs.remembered import remembered
@@ -47,7 +44,8 @@ def flops(cfg: Config) -> Flops:
     dense, sparse = mlp_layers(m)
     layers = dense + sparse
     matrix = 6.0 * m.hidden * (ACTIVATIONS[e.activation].halves + 1)
-    mlp, routed, shared = matrix * m.dense_ffn, matrix * e.ffn * e.top_k, matrix * e.shared_ffn
+    mlp, shared = matrix * m.dense_ffn, matrix * e.shared_ffn
+    routed = 6.0 * expert_weights(m) * e.top_k
     head, mtp_projection = 6.0 * (1 + m.mtp_layers) * m.hidden * m.vocab_size, 12.0 * m.hidden**2
     rest = head + m.mtp_layers * mtp_projection + dense * mlp
     rest += sparse * (routed + shared)
@@ -148,7 +146,7 @@ def _quantized_bytes(cfg: Config) -> float:
     m = cfg.model
     if not multiplies_fp8(cfg):
         return 0.0
-    channels = m.hidden + ACTIVATIONS[m.moe.activation].halves * m.moe.ffn
+    channels = expert_hidden(m) + ACTIVATIONS[m.moe.activation].halves * m.moe.ffn
     return _FP8_PASSES * m.moe.top_k * channels
 
 
@@ -223,7 +221,7 @@ def expert_bytes(cfg: Config, world: int) -> ExpertBytes:
     """Bytes of one MoE layer; `cfg` has resolved kernels."""
     e = cfg.model.moe
     local = e.experts // expert_parallel_size(cfg, world)
-    elements = local * (ACTIVATIONS[e.activation].halves + 1) * cfg.model.hidden * e.ffn
+    elements = local * expert_weights(cfg.model)
     passes = 0.5 if pairs(cfg, world) else 1  # over the sums, for a micro-batch
     return ExpertBytes(elements * 2 * width(cfg), elements * passes * 2 * grad_width(cfg))
 

@@ -1,0 +1,153 @@
+"""Arithmetic and limits of the variants of a model: parameters, FLOPs, bytes; without torch."""
+
+import re
+from collections.abc import Iterator
+
+from phalanx.configs.arithmetic.layers import has_experts, of_variants
+from phalanx.configs.formats import width
+from phalanx.configs.knobs import listed, repair, visible
+from phalanx.configs.schema import Config, ModelConfig
+from phalanx.configs.tables.capabilities import VARIANTS
+from phalanx.moe.saved_tensors import TokenCounts
+
+_KNOB = "model.variants"
+
+
+def problems(cfg: Config) -> Iterator[str]:
+    """Problems of a configuration with variants; repairs `cfg` on the way."""
+    yield from _texts(cfg)
+    for variant in of_variants(cfg.model):
+        yield from variant.problems(cfg)
+
+
+def _texts(cfg: Config) -> Iterator[str]:
+    """Texts of `model.variants` that are no name and size, or a second one of a name."""
+    seen = set[str]()
+    for text in list(cfg.model.variants):
+        name, _, size = text.partition(":")
+        known = name in VARIANTS and re.fullmatch("[1-9][0-9]{0,6}", size, re.ASCII)
+        if not known or name in seen:
+            forms = listed([f"{each}:<size>" for each in VARIANTS])
+            reason = f"which is not {forms}" if not known else f"a second {name}"
+            left = list(cfg.model.variants)
+            del left[len(left) - 1 - left[::-1].index(text)]
+            yield repair(cfg, _KNOB, f"has {visible(text)!r}, {reason}", left)
+        seen.add(name)
+
+
+class Variant:
+    """A variant of some size. A layer is `sparse` if it has experts."""
+
+    name = ""  # its key in `configs.tables.capabilities.VARIANTS`
+    layer = ""
+    """Path of the class in place of `moe.model.transformer_layer.Layer`, which takes the size."""
+    mlp = ""  # path of the class in place of `moe.layer.MoE`
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def expert_hidden(self, m: ModelConfig) -> int:
+        """Channels of the tokens that routed experts read."""
+        return m.hidden
+
+    def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
+        """(rows, columns) of what it adds to a sparse layer and optimizers of matrices update."""
+        return []
+
+    def parameters(self, m: ModelConfig, sparse: bool) -> int:
+        """Parameters that it adds to a layer."""
+        return self.products(m, sparse)
+
+    def products(self, m: ModelConfig, sparse: bool) -> int:
+        """Multiply-adds of a token that it adds to a layer."""
+        raise NotImplementedError
+
+    def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
+        """Bytes that it adds to what a layer saves for its backward pass."""
+        raise NotImplementedError
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Problems of a configuration with it; repairs `cfg` on the way."""
+        reason = f"is not possible with {_KNOB}={self.name}"
+        if cfg.parallel.tensor > 1:
+            yield repair(cfg, "parallel.tensor", reason, 1)
+
+    def _left_out(self, cfg: Config) -> list[str]:
+        return [text for text in cfg.model.variants if text.partition(":")[0] != self.name]
+
+
+class Latent(Variant):
+    """Experts that read and write `size` channels (`extras.variants.latent`)."""
+
+    name = "latent"
+    mlp = "phalanx.extras.variants.latent:LatentMoE"
+
+    def expert_hidden(self, m: ModelConfig) -> int:
+        return self.size
+
+    def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
+        return [(self.size, m.hidden), (m.hidden, self.size)]
+
+    def products(self, m: ModelConfig, sparse: bool) -> int:
+        return 2 * m.hidden * self.size if sparse else 0
+
+    def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
+        """The projected tokens, and the sums of the experts before they are projected back."""
+        return 2 * counts.local_tokens * self.size * width(cfg) if sparse else 0
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        m = cfg.model
+        if not has_experts(m):
+            reason = "needs experts, and model.moe.experts is 0"
+            yield repair(cfg, _KNOB, reason, self._left_out(cfg))
+        elif self.size >= m.hidden:
+            reason = f"has a latent width that is not below hidden={m.hidden}"
+            yield repair(cfg, _KNOB, reason, self._left_out(cfg))
+        else:
+            yield from super().problems(cfg)
+            if cfg.kernels.backend == "megatron":
+                reason = f"has no such experts here ({_KNOB}={self.name})"
+                yield repair(cfg, "kernels.backend", reason, "auto")
+
+
+class HyperConnections(Variant):
+    """`size` residual streams (`extras.variants.hyper_connections`)."""
+
+    name = "mhc"
+    layer = "phalanx.extras.variants.hyper_layer:HyperLayer"
+    _MOST = 16
+
+    def mappings(self) -> int:
+        """Numbers of a token that a connection projects: to read, to write, to mix streams."""
+        return self.size * (self.size + 2)
+
+    def parameters(self, m: ModelConfig, sparse: bool) -> int:
+        """Parameters of a connection around attention and of one around the MLP."""
+        of_one = self.mappings() * (self.size * m.hidden + 1) + 3
+        return 2 * of_one
+
+    def products(self, m: ModelConfig, sparse: bool) -> int:
+        mixed = m.hidden * self.mappings()  # read and write once, mix each with each
+        return 2 * (self.mappings() * self.size * m.hidden + mixed)
+
+    def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
+        """Streams, the output that they take in; logits three times in fp32, and once in bf16."""
+        channels = width(cfg) * (self.size + 1) * cfg.model.hidden
+        return 2 * counts.local_tokens * (channels + 14 * self.mappings())
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        if not 2 <= self.size <= self._MOST:
+            reason = f"has {self.name} of {self.size}; streams are 2 to {self._MOST}"
+            left = self._left_out(cfg)
+            yield repair(cfg, _KNOB, reason, [*left, f"{self.name}:4"])
+        yield from super().problems(cfg)
+        reason = f"is not possible with {_KNOB}={self.name}"
+        for path, off in {
+            "parallel.pipeline": 1,
+            "model.mtp_layers": 0,
+            "run.recompute": [],
+            "run.offload": [],
+        }.items():
+            owner, _, knob = path.partition(".")
+            if getattr(getattr(cfg, owner), knob) != off:
+                yield repair(cfg, path, reason, off)
