@@ -143,12 +143,10 @@ class RunConfig:
     """
     wandb: str = knob("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
-    tensorboard: bool = False
-    """Write TensorBoard events to the run folder."""
     trackers: list[str] = knob([], choices=tuple(TRACKERS))
-    """Other services that get the numbers, as in `[mlflow,trackio]` (docs/operations.md).
+    """Other services that get the numbers, as in `[tensorboard,mlflow]` (docs/operations.md).
 
-    They are called in a thread, so that a server that is away costs a warning and no time.
+    Servers are called in a thread, so that one that is away costs a warning and no time.
     """
     project: str = knob("phalanx", formerly="run.wandb_project")
     """Name of the project in Weights & Biases and in `run.trackers`."""

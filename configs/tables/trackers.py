@@ -10,6 +10,7 @@ of the knob:
 from importlib.metadata import entry_points
 
 TRACKERS: dict[str, str] = {
+    "tensorboard": "phalanx.moe.report.trackers:TensorBoard",
     "mlflow": "phalanx.extras.trackers.mlflow:Mlflow",
     "comet": "phalanx.extras.trackers.comet:Comet",
     "trackio": "phalanx.extras.trackers.trackio:Trackio",

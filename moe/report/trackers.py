@@ -166,9 +166,8 @@ def make_sinks(
     warn: Callable[[str], None],
     records: Sequence[dict[str, Any]] = (),
 ) -> list[Sink]:
-    """Sinks of run.wandb, run.tensorboard and run.trackers; arguments as for `Sink`."""
+    """Sinks of run.wandb and run.trackers; arguments as for `Sink`."""
     kinds: list[type[Service]] = [WeightsAndBiases] if cfg.run.wandb != "off" else []
-    kinds += [TensorBoard] if cfg.run.tensorboard else []
     kinds += [resolve_name(TRACKERS[name]) for name in cfg.run.trackers]
     return [
         (ThreadSink if kind.threaded else Sink)(kind, cfg, folder, step, warn, records)

@@ -116,7 +116,7 @@ def test_no_credential_is_written(tmp_path: Path) -> None:
     put(tmp_path, f"{root}/text")
     command = [*TINY, "data=indexed", f"data.blend=[{root}/text]", "run.save_interval=1"]
     command += [f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path}", "run.async_save=on"]
-    command += ["run.wandb=offline", "run.tensorboard=true", "run.steps=2"]
+    command += ["run.wandb=offline", "run.trackers=[tensorboard]", "run.steps=2"]
     with Launch(
         1, [*command, f"run.checkpoints={root}"], tmp_path / "out", partial(reached, at)
     ) as launch:

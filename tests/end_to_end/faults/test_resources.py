@@ -162,10 +162,12 @@ CASES = {
     "wandb log": Case(WANDB(fails="log"), 0, "Weights & Biases is off", ("run.wandb=offline",)),
     "wandb end": Case(WANDB(fails="finish"), 0, "Weights & Biases is off", ("run.wandb=offline",)),
     "board init": Case(
-        BOARD(fails="SummaryWriter"), 0, "TensorBoard is", ("run.tensorboard=true",)
+        BOARD(fails="SummaryWriter"), 0, "TensorBoard is", ("run.trackers=[tensorboard]",)
     ),
-    "board log": Case(BOARD(fails="add_scalar"), 0, "TensorBoard is", ("run.tensorboard=true",)),
-    "board end": Case(BOARD(fails="close"), 0, "TensorBoard is", ("run.tensorboard=true",)),
+    "board log": Case(
+        BOARD(fails="add_scalar"), 0, "TensorBoard is", ("run.trackers=[tensorboard]",)
+    ),
+    "board end": Case(BOARD(fails="close"), 0, "TensorBoard is", ("run.trackers=[tensorboard]",)),
 }
 
 

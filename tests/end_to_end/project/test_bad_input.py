@@ -183,7 +183,7 @@ CASES = {
     "no folder": Case("run.dir=", "run.dir= must be a folder", "set run.dir=runs"),
     "section": Case("optim=adam", "optim=adam: no such option", "did you mean optim=adamw"),
     "text for a number": Case("run.steps=many", "expected an integer", "as in run.steps=100"),
-    "text for a switch": Case("run.tensorboard=maybe", "expected true or false", "=false"),
+    "text for a switch": Case("run.deterministic=maybe", "expected true or false", "=false"),
     "name that cannot be computed again": Case(
         "run.recompute=[norm,rope]",
         "has 'rope', none of norm, mla_up",

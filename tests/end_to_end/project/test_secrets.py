@@ -82,7 +82,12 @@ def written(folder: Path) -> bytes:
 def test_a_run_writes_none(tmp_path: Path) -> None:
     named = [f"model.name='{ADDRESS}{SLASHED}'", f"run.project={KEY}", "run.wandb=offline"]
     command = [*TINY, "data=synthetic", *named, f"run.record_routing={tmp_path}/routing"]
-    command += ["run.steps=1", "run.tensorboard=true", f"run.dir={tmp_path}", "run.profile=[1,1]"]
+    command += [
+        "run.steps=1",
+        "run.trackers=[tensorboard]",
+        f"run.dir={tmp_path}",
+        "run.profile=[1,1]",
+    ]
     with Launch(1, command, tmp_path / "out", secrets) as launch:
         assert launch.wait() == [0], launch.output(0)
     everything = written(tmp_path)

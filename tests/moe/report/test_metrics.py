@@ -460,11 +460,11 @@ def test_names_in_tracking_services_are_in_groups() -> None:
 def test_tensorboard_events_are_readable(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics, stream = make(tmp_path, tensorboard=True)
+    metrics, stream = make(tmp_path, trackers=["tensorboard"])
     for step in (1, 2, 3):
         metrics.log(record(step, note="text"))
     metrics.close()
-    resumed, _ = make(tmp_path, step=2, tensorboard=True)
+    resumed, _ = make(tmp_path, step=2, trackers=["tensorboard"])
     resumed.log(record(3) | {"loss": 1.0})
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -484,7 +484,7 @@ def test_a_full_disk_turns_tensorboard_off_in_a_line(
     others: list[type[BaseException]] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: others.append(args.exc_type))
     before = set(threading.enumerate())
-    metrics, stream = make(tmp_path, tensorboard=True)
+    metrics, stream = make(tmp_path, trackers=["tensorboard"])
     (writer,) = set(threading.enumerate()) - before
     with full_disk():
         metrics.log(record(1))

@@ -22,7 +22,7 @@ from phalanx.moe.report.trackers import rows
 
 def _log(folder: Path, step: int, last: int, flushed: int, end: str) -> None:
     cfg = Config()
-    cfg.run.wandb, cfg.run.tensorboard = "offline", True
+    cfg.run.wandb, cfg.run.trackers = "offline", ["tensorboard"]
     metrics = Metrics(folder, cfg, True, step=step)
     for n in range(step + 1, last + 1):
         wide = {f"balance/layer_{i}": n + i / 7 for i in range(40)}
@@ -142,7 +142,7 @@ def test_a_new_run_sends_nothing_of_the_one_before(tmp_path: Path) -> None:
 
 def test_a_rollback_takes_steps_from_tensorboard(tmp_path: Path) -> None:
     cfg = Config()
-    cfg.run.tensorboard = True
+    cfg.run.trackers = ["tensorboard"]
     metrics = Metrics(tmp_path, cfg, True)
     for step in (1, 2, 3, 4):
         metrics.log({"step": step, "loss": float(step)})
