@@ -10,6 +10,7 @@ assumptions.
 
 import functools
 import math
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def machine(name: str) -> Machine:
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # of an unknown user too, unlike that of Path
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"is none of {', '.join(GPUS)}, and no YAML file of a machine")
     try:
