@@ -80,7 +80,7 @@ CASES = {
     "replicated experts": (2, {"parallel.expert": 1}),
     "no overlap": (2, {"parallel.expert": 1, "parallel.overlap": False}),
     "whole optimizer": (2, {"parallel.expert": 1, "parallel.distributed_optimizer": False}),
-    "recomputed": (2, {"parallel.expert": 2, "run.recompute": "moe"}),
+    "recomputed": (2, {"parallel.expert": 2, "run.recompute": ["moe"]}),
 }
 
 
