@@ -7,6 +7,7 @@ from phalanx.configs.arithmetic.layers import has_experts, of_variants
 from phalanx.configs.formats import width
 from phalanx.configs.knobs import listed, repair, visible
 from phalanx.configs.schema import Config, ModelConfig
+from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import VARIANTS
 from phalanx.moe.saved_tensors import TokenCounts
 
@@ -105,8 +106,8 @@ class Latent(Variant):
             yield repair(cfg, _KNOB, reason, self._left_out(cfg))
         else:
             yield from super().problems(cfg)
-            if cfg.kernels.backend == "megatron":
-                reason = f"has no such experts here ({_KNOB}={self.name})"
+            if expert_backend(cfg.kernels.backend).layer:
+                reason = f"has no such experts ({_KNOB}={self.name})"
                 yield repair(cfg, "kernels.backend", reason, "auto")
 
 

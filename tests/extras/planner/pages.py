@@ -1,4 +1,7 @@
-"""Pages of dry runs, or some sections of them, for tests."""
+"""Pages of dry runs, or some sections of them, for tests.
+
+The planner is imported by the functions: tests of other folders are collected without extras.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -7,7 +10,6 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.validate import validate
-from phalanx.extras.planner.dry_run import dry_run, sections
 from phalanx.moe.plan.cost.step_time import StepTime, step_time
 from phalanx.moe.plan.described import resolved
 
@@ -29,6 +31,8 @@ def loaded(*overrides: str) -> Config:
 
 @functools.cache
 def page(*overrides: str, world: int) -> tuple[str, int]:
+    from phalanx.extras.planner.dry_run import dry_run
+
     cfg = loaded(*overrides)
     validate(cfg, world)
     return dry_run(cfg, world)
@@ -36,6 +40,8 @@ def page(*overrides: str, world: int) -> tuple[str, int]:
 
 def section(heading: str | tuple[str, ...], *overrides: str, world: int) -> str:
     """Lines of one section of the page, or of several, without the time that the others take."""
+    from phalanx.extras.planner.dry_run import sections
+
     cfg = loaded(*overrides)
     validate(cfg, world)
     found, _ = sections(cfg, world)
@@ -52,6 +58,8 @@ def timed(cfg: Config | Sequence[str], world: int = 8, machine: str = "h200") ->
 
 def fitting(*overrides: str, world: int) -> bool:
     """True if the page would say that the run fits, and the exit code be 0."""
+    from phalanx.extras.planner.dry_run import sections
+
     cfg = loaded(*overrides)
     validate(cfg, world)
     return sections(cfg, world)[1]

@@ -230,7 +230,6 @@ def test_the_model_says_what_symm_does(
     keep: bool,
     recipe: Fp8Block | None,
 ) -> None:
-    """In FP8 tokens are kept where pushes do not run beside the experts."""
     D, dtype = (8, torch.float32) if recipe is None else (64, torch.bfloat16)
     recorder = Recorder(overlaps, D, dtype)
     summed = SimpleNamespace(combine=lambda rows_ND, table_TR, **_: rows_ND[:T].clone())
@@ -273,7 +272,6 @@ def test_the_model_says_what_symm_does(
         assert not beside or recorder.made() is None  # what fc2 made is not kept for backward
         torch.autograd.grad(out, [x, prob, w1, w2], torch.ones(T, D, dtype=dtype))
     model = Program(R, overlaps=overlaps)
-    keep = keep or (recipe is not None and not beside)
     forward(model, overlaps=beside, keep=keep)
     backward(model, overlaps=beside, keep=keep)
     assert recorder.calls == model.calls
