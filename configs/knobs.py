@@ -46,7 +46,7 @@ class Removed:
 
 REMOVED: dict[str, Removed] = {
     "kernels.dynamic": Removed("fused kernels always claim tiles at run time"),
-    "optim.nesterov": Removed("Muon's momentum always has Nesterov's form", True),
+    "optim.nesterov": Removed("momentum always has Nesterov's form", True),
     "run.tensorboard": Removed("run.trackers=[tensorboard] writes its events", False),
     "precision.wgrad_blocks": Removed(
         "operands of weight gradients always have blocks of 128 tokens x 128 channels", "square"

@@ -5,7 +5,7 @@ is told of them. Embedding, output layer, norms and other vectors stay as with t
 optimizer: whole on every rank, in Megatron-Core's own buffers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -153,6 +153,9 @@ class ShardedSetup(adam.Setup):
                 for group in groups:
                     self._leave_to_rings(group)
                 groups[:] = [group for group in groups if group.buckets]
+                for group in groups:
+                    if dist.get_backend(group.intra_distributed_optimizer_instance_group) == "gloo":
+                        group.start_grad_sync = partial(_sum_now, group, group.start_grad_sync)
             for p in self._unit_of:
                 chunk.param_to_bucket_group.pop(p, None)
             buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
@@ -191,6 +194,16 @@ class NodeShardedSetup(ShardedSetup):
                 "set parallel.distributed_optimizer=zero3"
             )
         return Ring(group, join(groups))
+
+
+def _sum_now(group: Any, start: Callable[..., None], **named: Any) -> None:
+    """Sum the gradients of a bucket before this returns, and so before a ring gathers.
+
+    gloo (PyTorch 2.11) takes no two at a time, as of `parallel.megatron.param_gather`.
+    """
+    start(**named)
+    if group.grad_reduce_handle is not None:
+        group.grad_reduce_handle.wait()
 
 
 @contextmanager
