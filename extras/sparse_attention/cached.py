@@ -80,5 +80,5 @@ class CachedSparseAttention(SparseLatentAttention):
             chosen_BC,
             scale=self.softmax_scale,
         )
-        _, up_Hvr = self._up_weights()
+        _, up_Hvr = self.up_weights()
         return torch.einsum("bhr,hvr->bhv", sums_BHr, up_Hvr).flatten(1)[:, None]

@@ -62,40 +62,26 @@ class SparseLatentAttention(LatentAttention):
                 hidden_states, key_value_states, position_ids, packed_seq_params, inference_context
             )
             latent = self.q_layernorm(made[3].detach())
-            self._index = self.indexer(
-                hidden_states, latent, *self._angles(made[3], packed_seq_params)
-            )
+            turn = self.angles(len(made[3]), packed_seq_params)
+            self._index = self.indexer(hidden_states, latent, *turn)
             return made
         assert inference_context is None
         c, heads = self.config, self.num_attention_heads_per_partition
         q_latent, kv = self._qkv_down_projection(hidden_states)
         kv_latent, k_rope_SBF = kv.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
         normed = self.q_layernorm(q_latent)
-        freqs, mscale = self._angles(q_latent, packed_seq_params)
+        freqs, mscale = self.angles(len(q_latent), packed_seq_params)
         self._index = self.indexer(hidden_states, normed, freqs, mscale)
         q, _ = self.linear_q_up_proj(normed)
         turned: dict[str, Any] = dict(mscale=mscale, interleaved=True)
         q_SBHd = rope_(q, freqs, heads=heads, first=c.qk_head_dim, **turned)
         q_SBHn, q_SBHF = q_SBHd.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
-        up_Hnr, _ = self._up_weights()
+        up_Hnr, _ = self.up_weights()
         absorbed_SBHr = torch.einsum("sbhn,hnr->sbhr", q_SBHn, up_Hnr)
         query = torch.cat((absorbed_SBHr, q_SBHF), -1)
         k_SB1F = rope(k_rope_SBF[:, :, None], freqs, **turned)
         key = torch.cat((self.kv_layernorm(kv_latent)[:, :, None], k_SB1F), -1)
         return query, key, key, q_latent, kv_latent
-
-    def _angles(self, like_SBx: Tensor, packed: Any) -> tuple[Tensor, float]:
-        length = like_SBx.shape[0] if packed is None else packed.max_seqlen_q
-        angles = self.rotary_pos_emb(length, packed_seq=packed is not None)
-        freqs, mscale = angles if self.config.rope_type == "yarn" else (angles, 1.0)
-        return (freqs if packed is None else packed.angles(freqs)), mscale
-
-    def _up_weights(self) -> tuple[Tensor, Tensor]:
-        """Up-projections of keys [H, n, r] and values [H, v, r]."""
-        heads, c = self.num_attention_heads_per_partition, self.config
-        up_Hmr = self.linear_kv_up_proj.weight.unflatten(0, (heads, -1))
-        key, value = up_Hmr.split([c.qk_head_dim, c.v_head_dim], 1)
-        return key, value
 
     def _run_core_attention(
         self,
@@ -130,7 +116,7 @@ class SparseLatentAttention(LatentAttention):
                 return attend(q_BSHc, kv_BTc, chosen_BSK, scale=scale, values=rank)
 
         sums_BSHr, target_BSK = core(q_BSHc, kv_BTc, chosen_BSK)
-        _, up_Hvr = self._up_weights()
+        _, up_Hvr = self.up_weights()
         out_BSM = torch.einsum("bshr,hvr->bshv", sums_BSHr, up_Hvr).flatten(2)
         out = out_BSM.reshape(query.shape[1], query.shape[0], -1).transpose(0, 1).contiguous()
         if not self._learns:

@@ -120,13 +120,11 @@ class CachedLatentAttention(LatentAttention):
         else:
             q, _ = self.linear_q_up_proj(self.q_layernorm(q_latent))
         latent_B1r, rotary_B1F = kv.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
-        angles = self.rotary_pos_emb(new.max_seqlen_q, packed_seq=True)
-        freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
-        freqs = new.angles(freqs)
+        freqs, mscale = self.angles(len(hidden_B1D), new)
         q_B1Hd = rope_(q, freqs, heads=heads, mscale=mscale, interleaved=True, first=c.qk_head_dim)
         rotary_B11F = rope(rotary_B1F[:, :, None], freqs, mscale=mscale, interleaved=True)
         q_B1Hn, q_B1HF = q_B1Hd.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
-        up_Hnr, _ = self._up_weights()
+        up_Hnr, _ = self.up_weights()
         absorbed_HBr = q_B1Hn[:, 0].transpose(0, 1) @ up_Hnr
         query = torch.cat((absorbed_HBr.transpose(0, 1)[:, None], q_B1HF), -1)
         latent_B11r = self.kv_layernorm(latent_B1r)[:, :, None]
@@ -137,15 +135,6 @@ class CachedLatentAttention(LatentAttention):
         out = super()._run_core_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
         if not isinstance(packed_seq_params, NewTokens):
             return out
-        _, up_Hvr = self._up_weights()
+        _, up_Hvr = self.up_weights()
         sums_HBr = out[:, 0].unflatten(-1, (len(up_Hvr), -1)).transpose(0, 1)
         return (sums_HBr @ up_Hvr.mT).transpose(0, 1).flatten(1)[:, None]
-
-    def _up_weights(self) -> tuple[Tensor, Tensor]:
-        """Up-projections of keys [H, n, r] and values [H, v, r]."""
-        c = self.config
-        up_Hmr = self.linear_kv_up_proj.weight.unflatten(
-            0, (self.num_attention_heads_per_partition, -1)
-        )
-        key, value = up_Hmr.split([c.qk_head_dim, c.v_head_dim], 1)
-        return key, value

@@ -315,24 +315,26 @@ class LatentAttention(MLASelfAttention):
         else:
             q, _ = self.linear_q_up_proj(self.q_layernorm(q_latent))
         kv, _ = self.linear_kv_up_proj(self.kv_layernorm(kv_latent))
-        S, B = q.shape[:2]
-        length = S * c.context_parallel_size if packed is None else packed.max_seqlen_q
-        # With packed documents, the angles of all positions on every context rank.
-        angles = self.rotary_pos_emb(length, packed_seq=packed is not None)
-        freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
-        if packed is not None:
-            freqs = packed.angles(freqs)
-        q_SBHd = rope_(
-            q,
-            freqs,
-            heads=heads,
-            mscale=mscale,
-            interleaved=True,
-            first=c.qk_head_dim,
-        )
-        kv_SBHm = kv.view(S, B, heads, -1)
+        freqs, mscale = self.angles(len(q), packed)
+        q_SBHd = rope_(q, freqs, heads=heads, mscale=mscale, interleaved=True, first=c.qk_head_dim)
+        kv_SBHm = kv.unflatten(-1, (heads, -1))
         k_SBHd, v_SBHv = keys_values(kv_SBHm, k_rope, freqs, nope=c.qk_head_dim, mscale=mscale)
         return q_SBHd, k_SBHd, v_SBHv
+
+    def angles(self, positions: int, packed: Any) -> tuple[torch.Tensor, float]:
+        """Rotary angles of a rank's positions, and the factor of what they turn."""
+        c = self.config
+        # With packed documents, the angles of all positions on every context rank.
+        length = positions * c.context_parallel_size if packed is None else packed.max_seqlen_q
+        angles = self.rotary_pos_emb(length, packed_seq=packed is not None)
+        freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
+        return (freqs if packed is None else packed.angles(freqs)), mscale
+
+    def up_weights(self) -> tuple[torch.Tensor, ...]:
+        """Up-projections of keys [H, n, r] and values [H, v, r]."""
+        c, weight = self.config, self.linear_kv_up_proj.weight
+        up_Hmr = weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
+        return up_Hmr.split([c.qk_head_dim, c.v_head_dim], 1)
 
 
 def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
