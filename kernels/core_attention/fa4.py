@@ -237,6 +237,7 @@ _LAYERS = (
     AttentionLayer(8, 64, 64, sinks=True),  # GPT-OSS
     AttentionLayer(8, 64, 64, window=True, sinks=True),
     AttentionLayer(1, 192, 128),  # DeepSeek, Kimi-K2, Moonlight
+    AttentionLayer(1, 256, 256),  # GLM-5, where all keys are seen
     AttentionLayer(8, 256, 256),  # Qwen3-Next
     AttentionLayer(2, 32, 32),  # tiny
 )

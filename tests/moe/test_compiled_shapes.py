@@ -154,6 +154,7 @@ MODELS = [name for name in options("model") if not name.startswith("tiny")]
 NOT_SHIPPED = {
     "glm_4_5": hidden_rows(5120),
     "glm_4_5_air": hidden_rows(4096),
+    "glm_5": hidden_rows(6144),
     "minimax_m2": hidden_rows(3072) | inner_rows(6144, 1024),
     "mixtral_8x22b": hidden_rows(6144),
     "mixtral_8x7b": hidden_rows(4096),
