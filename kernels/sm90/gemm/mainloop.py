@@ -246,12 +246,16 @@ class Producer:
                         tma_bar_ptr=self.ring.full_barrier(state),
                     )
             if cutlass.const_expr(self.loop.gather):
-                to = self.to + state.index * (TILE_ROWS * ROW_BYTES)
-                for p in cutlass.range_constexpr(_PASSES):
-                    self.copy(to + p * (GROUP_THREADS // 8 * ROW_BYTES), sources[p], k)
-                self.copied(state, k)
+                self.copy_rows(state, sources, k)
             state.advance()
         return state
+
+    def copy_rows(self, state: State, sources: tuple[Int64, ...], k: Int32) -> None:
+        """Copy block k of this thread's rows to a stage."""
+        to = self.to + state.index * (TILE_ROWS * ROW_BYTES)
+        for p in range(_PASSES):
+            self.copy(to + p * (GROUP_THREADS // 8 * ROW_BYTES), sources[p], k)
+        self.copied(state, k)
 
     def copied(self, state: State, k: Int32) -> None:
         """Arrive at the full barrier when this thread's copies of block k have landed."""

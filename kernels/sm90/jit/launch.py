@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -163,7 +164,7 @@ def _facts(kernel: type[Kernel], config: Any) -> tuple[str, ...]:
         *(platform.machine(), _sources()),
         *(f"{kernel.__module__}.{kernel.__qualname__}", repr(config)),
         *_epilogues(repr(config)),
-        *_outside(config),
+        *_outside(kernel, config),
     )
 
 
@@ -268,13 +269,14 @@ def _epilogues(config: str) -> Iterator[str]:
                 yield digest_of([Path(spec.origin)])
 
 
-def _outside(config: Any) -> Iterator[str]:
-    """Names and hashes of the files of a configuration's epilogue that are not in this folder."""
-    for kind in type(getattr(config, "epilogue", None)).__mro__:
-        file = getattr(sys.modules[kind.__module__], "__file__", None)
-        if file and _HERE not in Path(file).parents:
+def _outside(kernel: type[Kernel], config: Any) -> Iterator[str]:
+    """Names and hashes of classes that are not in this folder: a kernel's, by all files beside it,
+    and those of a configuration's epilogue, by their own."""
+    for kind in chain(kernel.__mro__, type(getattr(config, "epilogue", None)).__mro__):
+        file = Path(getattr(sys.modules[kind.__module__], "__file__", None) or _HERE / "builtin")
+        if _HERE not in file.parents:
             yield f"{kind.__module__}.{kind.__qualname__}"
-            yield digest_of([Path(file)])
+            yield digest_of([*file.parent.glob("*.py")] if kind in kernel.__mro__ else [file])
 
 
 def _placeholder(parameter: Parameter) -> Any:

@@ -1,0 +1,1 @@
+"""Experts whose weights live in blocks, which are pruned and grown on a schedule."""

@@ -1,0 +1,1 @@
+"""Grouped GEMMs over the living blocks of experts' weights, on Hopper."""
