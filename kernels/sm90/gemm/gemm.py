@@ -16,12 +16,7 @@ from cutlass import Int32
 
 from phalanx.kernels.sm90.exchange.waves import WaveWait
 from phalanx.kernels.sm90.gemm.epilogues import Linear
-from phalanx.kernels.sm90.gemm.mainloop import (
-    GROUP_THREADS,
-    TILE_ROWS,
-    Mainloop,
-    Producer,
-)
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, TILE_ROWS, Mainloop, Producer
 from phalanx.kernels.sm90.gemm.persistent import PersistentKernel, stages_beside
 from phalanx.kernels.sm90.gemm.tensors import Rows, Weights, array, vector
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler

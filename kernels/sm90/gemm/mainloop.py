@@ -315,12 +315,8 @@ class MmaConsumer:
     def __init__(
         self, loop: Mainloop, storage: Any, tiled_mma: cute.TiledMma, group: Int32
     ) -> None:
-        self.loop, self.ring, self.tiled_mma, self.group = (
-            loop,
-            loop.ring(storage),
-            tiled_mma,
-            group,
-        )
+        self.loop, self.ring = loop, loop.ring(storage)
+        self.tiled_mma, self.group = tiled_mma, group
         layout_a, layout_b = loop.smem_layouts()
         a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -272,7 +271,7 @@ def _epilogues(config: str) -> Iterator[str]:
 def _outside(kernel: type[Kernel], config: Any) -> Iterator[str]:
     """Names and hashes of classes that are not in this folder: a kernel's, by all files beside it,
     and those of a configuration's epilogue, by their own."""
-    for kind in chain(kernel.__mro__, type(getattr(config, "epilogue", None)).__mro__):
+    for kind in (*kernel.__mro__, *type(getattr(config, "epilogue", None)).__mro__):
         file = Path(getattr(sys.modules[kind.__module__], "__file__", None) or _HERE / "builtin")
         if _HERE not in file.parents:
             yield f"{kind.__module__}.{kind.__qualname__}"
