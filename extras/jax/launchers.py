@@ -45,8 +45,7 @@ def fc1_act(
         vector(prob, S),
     )
     operands = _rows(x_SD), _weights(w1_EHD, E, H, D), epilogue
-    pointers = unused, offsets.iterator, counter.iterator, None  # no index, no rows in flight
-    Gemm(config).run(*operands, *pointers, S, Int32(ctas), stream)
+    _run(config, operands, offsets, counter, S, ctas, stream)
 
 
 @cute.jit
@@ -70,8 +69,7 @@ def grouped_gemm(
         *(unused, E, Int32(0), Int32(0)),  # of a kernel that signals
     )
     operands = _rows(a_SK), _weights(w, E, N, K), epilogue
-    pointers = unused, offsets.iterator, counter.iterator, None  # no index, no rows in flight
-    Gemm(config).run(*operands, *pointers, S, Int32(ctas), stream)
+    _run(config, operands, offsets, counter, S, ctas, stream)
 
 
 @cute.jit
@@ -101,8 +99,7 @@ def fc2_dgrad_dact(
         *(vector(prob, S), cute.make_tensor(dprob, layout)),
     )
     operands = _rows(dy_SD), _weights(w2_EDF, E, F, D), epilogue
-    pointers = unused, offsets.iterator, counter.iterator, None  # no index, no rows in flight
-    Gemm(config).run(*operands, *pointers, S, Int32(ctas), stream)
+    _run(config, operands, offsets, counter, S, ctas, stream)
 
 
 @cute.jit
@@ -149,6 +146,21 @@ def _clear(first: cute.Pointer, offsets: cute.Tensor, S: Int32, width: Int32) ->
         piece = cute.make_tensor(first + at * (_PIECE // 2), cute.make_layout(_PIECE // 2))
         cute.autovec_copy(zeros, piece)
         at += cute.arch.grid_dim()[0] * THREADS
+
+
+def _run(
+    config: Any,
+    operands: tuple[Any, ...],
+    offsets: cute.Tensor,
+    counter: cute.Tensor,
+    S: Int32,
+    ctas: int,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch a grouped GEMM whose rows are neither picked by an index nor still in flight."""
+    index, ready = offsets.iterator, None
+    pointers = index, offsets.iterator, counter.iterator, ready
+    Gemm(config).run(*operands, *pointers, S, Int32(ctas), stream)
 
 
 def _rows(x: cute.Tensor) -> Rows:
