@@ -18,6 +18,7 @@ from torch import Tensor
 BLOCK = 128
 MOST = 64
 """Most blocks in the contraction of a tile: each of 32 lanes holds two entries of its list."""
+_BAND = 8  # columns of tiles, as `gemm.tile_scheduler.Schedule.band`
 ROW_SHIFT = 16  # as in `gemm.tile_scheduler.unpack`
 
 
@@ -56,18 +57,22 @@ class Blocks:
         self.backward = Contraction(new(L, k, MOST), new(L, k))
         self.tiles = new(1 + L * parts * n * k)
         """Number of living tiles of an expert, then [L, T] of their places, row << 16 | column."""
+        row, column = torch.arange(parts * n)[:, None], torch.arange(k)
+        # Bands of columns, row by row: tiles that run side by side share operands in L2.
+        band = (column // _BAND * parts * n + row) * _BAND + column % _BAND
+        order_T, place_T = band.flatten().argsort(), (row << ROW_SHIFT | column).flatten().int()
+        self._order_T = order_T.to(living_Lnk.device)
+        self._place_T = place_T[order_T].to(living_Lnk.device)
         self.update(living_Lnk)
 
     def update(self, living_Lnk: Tensor) -> None:
         """Follow another mask, without reading it on the host."""
-        k = living_Lnk.shape[-1]
         _list(living_Lnk, self.forward)
         whole_LnK = living_Lnk.repeat(1, self.parts, 1)
         _list(whole_LnK.mT, self.backward)
-        flat_LT = whole_LnK.flatten(1)
-        order_LT = _living_first(flat_LT)
-        self.tiles[0] = flat_LT[0].sum()
-        self.tiles[1:] = (order_LT // k << ROW_SHIFT | order_LT % k).flatten()
+        living_LT = whole_LnK.flatten(1)[:, self._order_T]
+        self.tiles[0] = living_LT[0].sum()
+        self.tiles[1:] = self._place_T[_living_first(living_LT)].flatten()
 
 
 def _list(living_LTk: Tensor, into: Contraction) -> None:

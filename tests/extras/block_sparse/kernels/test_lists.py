@@ -21,7 +21,8 @@ def check(blocks: Blocks, living: Tensor) -> None:
     count, tiles = int(blocks.tiles[0]), blocks.tiles[1:].view(len(living), -1)
     for expert, places in zip(whole, tiles.tolist(), strict=True):
         listed = [(p >> ROW_SHIFT, p & ((1 << ROW_SHIFT) - 1)) for p in places]
-        assert listed[:count] == [tuple(p) for p in expert.nonzero().tolist()]
+        assert sorted(listed[:count]) == [tuple(p) for p in expert.nonzero().tolist()]
+        assert listed[:count] == sorted(listed[:count], key=lambda at: (at[1] // 8, at))  # bands
         assert len(set(listed)) == expert.numel()  # those that live, and then the others
 
 
