@@ -116,8 +116,8 @@ def fused_gemm(
         epilogue: stores one or two outputs in bf16, and has at most 4 loads and sums.
         loaded: bf16 [S, parts * F], if the epilogue loads rows.
         index_S: int32 row of a. tile: of `gemm.tiles.TILES`.
-        loads: those that the epilogue declares, per row fp32 [S], per expert fp32 [L], per column
-            bf16 [L, N].
+        loads: those that the epilogue uses, per row fp32 [S], per expert fp32 [L], per column bf16
+            [L, N].
 
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
