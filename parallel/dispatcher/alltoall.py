@@ -63,11 +63,7 @@ class AllToAll(Dispatcher):
         )
 
     def send_tokens(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        fp8: FP8Rows | None = None,
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor, fp8: FP8Rows | None = None
     ) -> Any:
         """Gather tokens; with `fp8` in its format, in which they may have come over a rail."""
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
@@ -91,11 +87,7 @@ class AllToAll(Dispatcher):
 
 
 def spread(
-    x_TD: Tensor,
-    idx_TK: Tensor,
-    prob_TK: Tensor,
-    ranks: Collectives,
-    fp8: FP8Rows | None = None,
+    x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, ranks: Collectives, fp8: FP8Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All-gather tokens and routing of a group, rank-major: rows_ND, idx_NK and prob_NK.
 
@@ -107,10 +99,7 @@ def spread(
 
 
 def collect(
-    out_ND: Tensor,
-    ranks: Collectives,
-    more: Sequence[Tensor] = (),
-    fp8: FP8Rows | None = None,
+    out_ND: Tensor, ranks: Collectives, more: Sequence[Tensor] = (), fp8: FP8Rows | None = None
 ) -> Tensor:
     """Return rank-major partial sums to the ranks of their tokens: out_TD.
 
@@ -183,11 +172,7 @@ class _Spread(torch.autograd.Function):
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        out_ND: Tensor,
-        ranks: Collectives,
-        fp8: FP8Rows | None,
-        *addends: Tensor,
+        ctx: Any, out_ND: Tensor, ranks: Collectives, fp8: FP8Rows | None, *addends: Tensor
     ) -> Tensor:
         ctx.ranks, ctx.fp8, ctx.addends = ranks, fp8, len(addends)
         return sum_to_owner(out_ND, ranks, addends)
