@@ -43,6 +43,7 @@ class Variant:
     layer = ""
     """Path of the class in place of `moe.model.transformer_layer.Layer`, which takes the size."""
     mlp = ""  # path of the class in place of `moe.layer.MoE`
+    trains = ""  # path of `(cfg: Config, engine: Engine) -> lines of the start page`
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -66,6 +67,10 @@ class Variant:
     def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
         """Bytes that it adds to what a layer saves for its backward pass."""
         raise NotImplementedError
+
+    def note(self, m: ModelConfig) -> str:
+        """Words behind the FLOPs of a token."""
+        return ""
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """Problems of a configuration with it; repairs `cfg` on the way."""

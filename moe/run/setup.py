@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from phalanx.configs.arithmetic.batch_sizes import in_steps
-from phalanx.configs.arithmetic.layers import mixer_layers
+from phalanx.configs.arithmetic.layers import mixer_layers, of_variants
 from phalanx.configs.formats import is_fp8, rows_in_fp8
 from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
@@ -89,9 +89,9 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
         wgrads=plan.waiting(groups.pg.pp.rank()),
         state_room=state_room,
     )
-    for name in mixer_layers(cfg.model):
-        if path := MIXERS[name].trains:
-            resolve_name(path)(cfg, engine)
+    parts = [*(MIXERS[name] for name in mixer_layers(cfg.model)), *of_variants(cfg.model)]
+    for part in (part for part in parts if part.trains):
+        lines += resolve_name(part.trains)(cfg, engine) or []
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
     lines += _estimates(cfg, plan, built)
     return Job(cfg, plan, runtime, groups, lines, built.budget, engine, tops)
