@@ -5,6 +5,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 
+from phalanx.extras.block_sparse.kernels.backend import skip_dead_blocks
+from phalanx.extras.block_sparse.kernels.lists import BLOCK
 from phalanx.extras.block_sparse.masks import BlockMasks
 from phalanx.moe.layer import MoE
 
@@ -17,7 +19,8 @@ class BlockSparseMoE(MoE):
 
     def __init__(self, *args: Any, block: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.experts.block_masks = BlockMasks(self.experts, block)
+        self.experts.block_masks = masks = BlockMasks(self.experts, block)
+        masks.skips = block == BLOCK and skip_dead_blocks(self.experts, masks)
 
     def sharded_state_dict(
         self,

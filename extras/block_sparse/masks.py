@@ -52,7 +52,6 @@ class BlockMasks(torch.nn.Module):
     living_fc1: Tensor
     living_fc2: Tensor
     began: Tensor
-    wants_all: Tensor
 
     def __init__(self, experts: Experts, block: int) -> None:
         super().__init__()
@@ -63,8 +62,8 @@ class BlockMasks(torch.nn.Module):
         self.register_buffer("living_fc2", torch.ones(local, d, f, dtype=torch.bool, device=device))
         self.register_buffer("began", torch.zeros(local, dtype=torch.int64, device=device))
         """Step of the run at which the masks began, all alive; -1: with what was loaded."""
-        all_ = torch.zeros((), dtype=torch.bool, device=device)
-        self.register_buffer("wants_all", all_, persistent=False)
+        self.skips = False  # fused kernels in bf16 skip dead blocks
+        self.wants_all = False
         """True in a step after which blocks may grow: it needs gradients of dead blocks too."""
         order, rows = experts.spec.channel_order, torch.arange(experts.w1.size(1))
         if order is not None:
@@ -103,6 +102,15 @@ class BlockMasks(torch.nn.Module):
         """Make dead blocks of the weights zero, and tell all that the masks have changed."""
         for matrix in self.matrices():
             zero_dead_(matrix.weight.detach().view(-1), 0, matrix.dead_rows(), self.block)
+        self._tell()
+
+    def want_all(self, wanted: bool) -> None:
+        """Note whether the next step needs gradients of dead blocks, and tell all of a change."""
+        if wanted != self.wants_all:
+            self.wants_all = wanted
+            self._tell()
+
+    def _tell(self) -> None:
         for callback in self._after:
             callback(self)
 

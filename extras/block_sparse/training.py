@@ -35,9 +35,11 @@ from phalanx.parallel.megatron.updated import Updated, parts, updated
 def install(cfg: Config, engine: Engine) -> list[Choice]:
     """Have an engine keep to the masks of its model; lines of the start page."""
     (facts,) = (v for v in of_variants(cfg.model) if isinstance(v, Blocks))
-    MaskedTraining(facts, cfg.run, engine)
+    layers = MaskedTraining(facts, cfg.run, engine).layers
     living = f"{facts.living(cfg.model)} of {facts.blocks(cfg.model)} live in the end"
-    return [Choice("blocks", facts.name, f"{living}; dead ones are zeros of dense kernels")]
+    skips = any(layer.skips for layer in layers)
+    dead = "fused kernels in bf16 skip the others" if skips else "dead ones are zeros of dense kernels"
+    return [Choice("blocks", facts.name, f"{living}; {dead}")]
 
 
 class _Masked:
@@ -87,14 +89,14 @@ class MaskedTraining:
     def __init__(self, facts: Blocks, run: RunConfig, engine: Engine) -> None:
         self._facts, self._run = facts, run
         self._scheduler, self._began = engine.scheduler, 0
-        self._layers = list(_masks(engine))
+        self.layers = list(_masks(engine))
         owned: dict[int, list[tuple[Updated, Any]]] = {}
         for part in parts(engine.optimizer):
             for each in updated(part):
                 owned.setdefault(id(each.parameter), []).append((each, part))
         self._matrices = [
             _Masked(matrix, layer.block, owned.get(id(matrix.weight), []))
-            for layer in self._layers
+            for layer in self.layers
             for matrix in layer.matrices()
         ]
         self._prepare, engine.optimizer.prepare_grads = engine.optimizer.prepare_grads, self.prepare
@@ -121,12 +123,12 @@ class MaskedTraining:
     def next(self, increment: int) -> None:
         """`step` of the scheduler, which every step calls, also a skipped one, and a load."""
         self._next(increment)
-        if any(layer.loaded for layer in self._layers):
-            self._began = int(self._layers[0].began[0])
+        if any(layer.loaded for layer in self.layers):
+            self._began = int(self.layers[0].began[0])
             if self._began < 0:  # the checkpoint was of a dense model
                 phases, steps = self._run.phases, self._scheduler.num_steps
                 self._began = phases[-1].first if phases else steps
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.began.fill_(self._began)
                 layer.loaded = False
         self._announce()
@@ -138,7 +140,7 @@ class MaskedTraining:
             return
         found = [(each.weight(), each.gradient) for each in self._matrices]
         flat = torch.cat([score.flatten() for pair in found for score in pair])
-        dist.all_reduce(flat, group=self._layers[0].group)
+        dist.all_reduce(flat, group=self.layers[0].group)
         scores = iter(flat.split([score.numel() for pair in found for score in pair]))
         for each in self._matrices:
             living = each.matrix.living
@@ -152,7 +154,7 @@ class MaskedTraining:
             )
             living.copy_(chosen.view_as(living))
             each.zero_dead()
-        for layer in self._layers:
+        for layer in self.layers:
             layer.changed()
 
     @property
@@ -167,8 +169,8 @@ class MaskedTraining:
     def _announce(self) -> None:
         """Tell kernels whether the next step needs the gradients of dead blocks."""
         due = self._schedule.due(self._done + 1)
-        for layer in self._layers:
-            layer.wants_all.fill_(due)
+        for layer in self.layers:
+            layer.want_all(due)
 
 
 def _masks(engine: Engine) -> Iterator[BlockMasks]:

@@ -4,11 +4,11 @@ Shape legend as in `kernels.expert_mlp.backend`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from phalanx.extras.block_sparse.kernels.lists import Blocks
+from phalanx.extras.block_sparse.kernels.lists import MOST, Blocks
 from phalanx.kernels.expert_mlp.backend import Backend, SequentialMixin
 from phalanx.kernels.expert_mlp.calls import (
     Fc1Call,
@@ -18,12 +18,15 @@ from phalanx.kernels.expert_mlp.calls import (
     RowsCall,
     WgradCall,
 )
-from phalanx.kernels.expert_mlp.interfaces import OwnExperts
+from phalanx.kernels.expert_mlp.interfaces import OWN, OwnExperts
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import Layer, MLPWeights
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.launch_options import LaunchOptions
 from phalanx.kernels.sm90.experts.backend import Fused
+
+if TYPE_CHECKING:
+    from phalanx.extras.block_sparse.masks import BlockMasks
 
 
 class SparseFused(Fused):
@@ -135,6 +138,34 @@ class LivingExperts(OwnExperts):
 
     def _sparse(self, backend: Backend) -> Backend:
         return SparseFused.like(backend, *self._blocks) if type(backend) is Fused else backend
+
+
+def skip_dead_blocks(experts: Any, masks: "BlockMasks") -> bool:
+    """Have the fused kernels of a layer's experts skip the dead blocks of its masks, of 128 x 128.
+
+    `experts` is a `moe.experts.Experts`. False if its weights are too wide for lists, or of one
+    shape: kernels then multiply zeros, as those of other backends do.
+    """
+    fc1, fc2 = masks.living_fc1, masks.living_fc2
+    parts = experts.w1.size(1) // experts.w2.size(2)
+    if max(parts * fc1.size(1), fc1.size(2)) > MOST or parts * fc1.size(1) == fc1.size(2):
+        return False
+    lists = Blocks(fc1, parts), Blocks(fc2)
+    living = LivingExperts(*lists)
+
+    def update(masks: "BlockMasks") -> None:
+        for blocks, mask in zip(lists, (masks.living_fc1, masks.living_fc2), strict=True):
+            blocks.update(mask, every=masks.wants_all)
+
+    def with_lists(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        received, *rest = args
+        # Experts of other ranks beside them have no masks here.
+        own = received.experts is OWN
+        return (received._replace(experts=living) if own else received, *rest)
+
+    masks.after_changes(update)
+    experts.register_forward_pre_hook(with_lists)
+    return True
 
 
 def _given(**loads: Tensor | None) -> dict[str, Tensor]:

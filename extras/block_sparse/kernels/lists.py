@@ -65,11 +65,16 @@ class Blocks:
         self._place_T = place_T[order_T].to(living_Lnk.device)
         self.update(living_Lnk)
 
-    def update(self, living_Lnk: Tensor) -> None:
-        """Follow another mask, without reading it on the host."""
+    def update(self, living_Lnk: Tensor, *, every: bool = False) -> None:
+        """Follow another mask, without reading it on the host.
+
+        `every`: weight gradients are those of dead blocks too.
+        """
         _list(living_Lnk, self.forward)
         whole_LnK = living_Lnk.repeat(1, self.parts, 1)
         _list(whole_LnK.mT, self.backward)
+        if every:
+            whole_LnK = torch.ones_like(whole_LnK)
         living_LT = whole_LnK.flatten(1)[:, self._order_T]
         self.tiles[0] = living_LT[0].sum()
         self.tiles[1:] = self._place_T[_living_first(living_LT)].flatten()

@@ -78,7 +78,7 @@ def watched(rank: int) -> Iterator[Seen]:
 
     def announced(self: Any) -> None:
         announce(self)
-        if self._layers and self._layers[0].wants_all:
+        if self.layers and self.layers[0].wants_all:
             seen["wanted"].append(self._scheduler.num_steps + 1)
 
     with (

@@ -4,6 +4,7 @@ The stand-ins follow the lists: of weights whose dead blocks are no zeros they m
 listed, so that a wrong list, or one of another direction, shows.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from phalanx.extras.block_sparse.kernels import gemm, wgrad
-from phalanx.extras.block_sparse.kernels.backend import LivingExperts, SparseFused
+from phalanx.extras.block_sparse.kernels.backend import (
+    LivingExperts,
+    SparseFused,
+    skip_dead_blocks,
+)
 from phalanx.extras.block_sparse.kernels.lists import BLOCK, ROW_SHIFT, Blocks, Contraction
+from phalanx.extras.block_sparse.masks import BlockMasks
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.calls import (
     ExpertRows,
@@ -33,7 +39,8 @@ from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.launch_options import DEFAULT
 from phalanx.kernels.sm90.experts.backend import Fused
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad
-from tests.extras.block_sparse.kernels.test_lists import drawn
+from phalanx.parallel.dispatcher.transport_class import Received
+from tests.extras.block_sparse.kernels.test_lists import check, drawn
 from tests.kernels.problems import SWIGLU, Problem, error, gradients, leaves_of, make, random_choice
 from tests.kernels.sm90.experts.test_backend import stand_ins  # noqa: F401  (of other kernels)
 
@@ -153,6 +160,42 @@ def test_a_gradient_is_added_or_replaces():
     assert fresh.unique().tolist() == [0, 5] and (fresh == 5).sum() == 4 * BLOCK**2
     assert torch.equal(ops.wgrad(WgradCall(d, v, plan, Buffer(out, True))), 3 + fresh)
     assert torch.equal(ops.wgrad(WgradCall(d, v, plan, Buffer(out, False))), fresh)
+
+
+class Layer(torch.nn.Module):
+    """Experts, as far as masks know them, that return what they got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = torch.nn.Parameter(torch.ones(2, 2 * WIDTH, D))
+        self.w2 = torch.nn.Parameter(torch.ones(2, D, WIDTH))
+        self.spec, self.expert_dp_group = SimpleNamespace(channel_order=None), None
+
+    def forward(self, received: Received) -> Received:
+        return received
+
+
+def test_lists_follow_the_masks_of_a_layer():
+    layer = Layer()
+    masks = BlockMasks(layer, BLOCK)
+    assert skip_dead_blocks(layer, masks)
+    plan = ExpertPlan(None, None, torch.zeros(3, dtype=torch.int32), None)
+    experts = layer(Received(torch.empty(0, D), plan)).experts
+    fc1, fc2 = experts._blocks
+    check(fc1, masks.living_fc1)
+    for seed in (1, 2):
+        masks.living_fc1.copy_(drawn(2, WIDTH // BLOCK, D // BLOCK, 5, seed))
+        masks.living_fc2.copy_(drawn(2, D // BLOCK, WIDTH // BLOCK, 4, seed))
+        masks.changed()
+        check(fc1, masks.living_fc1)
+        check(fc2, masks.living_fc2)
+    masks.want_all(True)  # of gradients alone
+    assert fc1.tiles[0] == 2 * 12 and fc2.tiles[0] == 12
+    assert fc1.forward.count_LT.sum() == 2 * 5 + (~masks.living_fc1.any(-1)).sum()
+    masks.want_all(False)
+    check(fc1, masks.living_fc1)
+    replicas = object()
+    assert layer(Received(torch.empty(0, D), plan, experts=replicas)).experts is replicas
 
 
 def test_square_experts_are_refused():
