@@ -59,25 +59,24 @@ def remembered[**P, R](
 
     def decorated(f: Callable[Concatenate[Config, P], R]) -> Callable[Concatenate[Config, P], R]:
         found: dict[Any, R] = {}
+        values, on_machine = functools.cache(lambda: _getter(read)), "run.machine" in read
 
         @functools.wraps(f)
         def call(cfg: Config, *args: P.args, **kwargs: P.kwargs) -> R:
-            values = marshal.dumps(_getter(read)(cfg), 2)
-            machine = machine_named(cfg.run.machine) if "run.machine" in read else None
-            key = (values, machine, args, *kwargs.items())
-            if key not in found:
+            machine = machine_named(cfg.run.machine) if on_machine else None
+            key = (marshal.dumps(values()(cfg), 2), machine, args, *kwargs.items())
+            if (result := found.get(key)) is None:
                 result = f(cfg, *args, **kwargs)
                 if len(found) >= _MOST:
                     found.clear()
                 found[key] = result
-            return found[key]
+            return result
 
         return call
 
     return decorated
 
 
-@functools.cache
 def _getter(read: tuple[str, ...]) -> Callable[[Config], Any]:
     """Values of some knobs and of all knobs in some sections, in lists and tuples."""
     owners: dict[str, list[str]] = {}

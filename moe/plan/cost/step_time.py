@@ -183,11 +183,11 @@ def step_with(
     exchange = slow[_EXCHANGE]
     computing = max(seconds) - exchange
     parts[_EXCHANGE] = sent.exposed(exchange, computing, count, pipeline, virtual)
-    collectives = _exposed_collectives(cfg, world, machine, weights, slow)
+    gradients = collectives(cfg, world, machine, weights, sum(slow), slow[_EXPERTS])
     delayed, held = [work.delayed for work in works], _held(cfg, world)
     total = step_seconds(seconds, count, virtual, delayed, held)
     waits = sent.skew * count * computing, total - count * max(seconds)
-    return StepTime(*(*parts, *waits, collectives, _update(cfg, world, machine, weights)))
+    return StepTime(*(*parts, *waits, gradients, update(cfg, world, machine, weights)))
 
 
 def _added_bytes(cfg: Config) -> int:
@@ -237,21 +237,23 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
     virtual, delayed = cfg.parallel.virtual_pipeline, [work.delayed for work in works]
     count, held = micro_batches(cfg, world), _held(cfg, world)
     total = step_seconds(seconds, count, virtual, delayed, held)
-    total += _update(cfg, world, machine, stage_weights(cfg, world))
+    total += update(cfg, world, machine, stage_weights(cfg, world))
     return Bound(total, max(slow, key=lambda name: slow[name]))
 
 
-def _exposed_collectives(
+def collectives(
     cfg: Config,
     world: int,
     machine: Machine,
     weights: Sequence[Weights],
-    micro_batch: Sequence[float],
+    busy: float,
+    experts: float,
 ) -> float:
     """Exposed seconds of gradient reduction and parameter gathering.
 
     Nothing runs beside those of the embedding, which is read first and whose gradient comes last
-    (docs/measured/training/four_h200s.md). `micro_batch` has seconds by part, as in `StepTime`.
+    (docs/measured/training/four_h200s.md). A stage is `busy` for so many seconds of a micro-batch,
+    for some of them with `experts`.
     """
     p, m, near = cfg.parallel, cfg.model, world <= machine.node_gpus
     rate = 1e9 * (machine.node_gbs if near else machine.network_gbs)
@@ -259,7 +261,7 @@ def _exposed_collectives(
     embedding = m.vocab_size * m.hidden / p.tensor * (1 - 1 / replicas(cfg, world)[0])
     # Inside a node a bucket takes milliseconds, as experts do, and its kernel waits for theirs,
     # which hold all SMs. Over a network it goes on beside several of them.
-    beside = sum(micro_batch) - (micro_batch[_EXPERTS] if near else 0.0)
+    beside = busy - (experts if near else 0.0)
     hidden = _OVERLAPPED * beside if p.overlap else 0.0
     times = micro_batches(cfg, world) if p.distributed_optimizer in ZERO3 else 1
     return sum(
@@ -312,9 +314,10 @@ def network_busy(cfg: Config, world: int, machine: Machine) -> float:
 _FP32_RATE = 0.1  # rate of matrix products in fp32 relative to bf16
 
 
-def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]) -> float:
+def update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]) -> float:
+    """Seconds of the update on the slowest stage."""
     of_dense, of_experts = optimizer_shards(cfg, world)
-    update = 0.0
+    longest = 0.0
     for w in weights:
         gradients = grad_width(cfg) * (w.dense / of_dense + w.expert / of_experts)
         # Moments and master weights are read and written, gradients read and normed. A third pass
@@ -327,10 +330,10 @@ def _update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights
         seconds = touched / (speedup * machine.memory_gbs * 1e9)
         rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
         seconds += w.whole.flops / (rate * 1e12)
-        update = max(update, seconds)
+        longest = max(longest, seconds)
     if MOMENTS[cfg.optim.moments].hosted:
-        update = max(update, resolve_name(HOST_STATES).seconds(cfg, world, machine))
-    return update
+        longest = max(longest, resolve_name(HOST_STATES).seconds(cfg, world, machine))
+    return longest
 
 
 BUSIEST: dict[str, float] = {
