@@ -2,17 +2,27 @@
 
 The output layer of a small model with a large vocabulary is as much work as many layers: of
 GPT-OSS-20B with 8 layers it is a third.
+
+Legend: N deals, C chunks.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, permutations
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 
 _LAYER_COST = 1.3
 """Seconds of a FLOP in a layer, relative to the output layer: a layer has norms, attention,
 exchanges too. From the dry run of GPT-OSS-20B, Moonlight and Qwen3-30B."""
 _BUBBLE = 0.2  # chunks during which a stage waits in a step, for one during which it works: some
 _EVEN_ENOUGH = 0.02  # most cost of an even deal that is taken for it: stages then need like memory
+_ROUNDING = 1e-9  # of sums by NumPy, relatively: more than that
 
 
 def layer_seconds(flops: Sequence[float]) -> tuple[float, ...]:
@@ -35,59 +45,53 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
         last: FLOPs of the last chunk besides: output layer and multi-token prediction.
         chunks: at most the number of layers; a multiple of `pipeline`.
     """
+    import numpy as np  # a tenth of a second that most command lines can do without
+
     start, divides = even(len(layers), chunks), len(layers) % chunks == 0
-    sums, enough = [0.0, *accumulate(layer_seconds(layers))], 1 + _EVEN_ENOUGH
-    mean = (sums[-1] + last) / chunks
-    found, loads = start, _chunk_loads(start, sums, last)
-    first = _time(loads, mean, pipeline)
+    sums, enough = np.array([0.0, *accumulate(layer_seconds(layers))]), 1 + _EVEN_ENOUGH
+    mean, found = float(sums[-1] + last) / chunks, np.array(start)
+    loads_NC = _chunk_loads(found[None], sums, last)
+    (first,) = _times(loads_NC, mean, pipeline)
     if divides and first <= 100 * enough:  # no deal takes less than 100 %
         return tuple(start)
-    least = first, _squares(loads, mean)
+    least, one = (first, _squares(loads_NC[0], mean)), np.eye(chunks, dtype=int)
+    moves_NC = (one - one[:, None]).reshape(-1, chunks)  # of a layer from one chunk to another
     while True:
-        trials = [(trial, _chunk_loads(trial, sums, last)) for trial in _moves(found)]
-        times = [_time(loads, mean, pipeline) for _, loads in trials]
-        shortest = min(times, default=0)
-        better = min(
-            (
-                ((time, _squares(loads, mean)), trial)
-                for time, (trial, loads) in zip(times, trials, strict=True)
-                if time == shortest
-            ),
-            default=(least, found),
+        deals_NC = found + moves_NC
+        deals_NC = deals_NC[(deals_NC[:, :-1] > 0).all(1) & (deals_NC[:, -1] >= 0)]
+        loads_NC = _chunk_loads(deals_NC, sums, last)
+        times_N = _times(loads_NC, mean, pipeline)
+        short_N = np.flatnonzero(times_N == times_N.min())
+        squares_N = ((loads_NC[short_N] / mean) ** 2).sum(1)
+        near_N = short_N[squares_N < squares_N.min() * (1 + _ROUNDING)]
+        better, deal = min(
+            ((times_N[i], _squares(loads_NC[i], mean)), deals_NC[i].tolist()) for i in near_N
         )
-        if better[0] >= least:
+        if better >= least:
             break
-        least, found = better
-    return tuple(start if divides and first <= enough * least[0] else found)
+        least, found = better, np.array(deal)
+    return tuple(start if divides and first <= enough * least[0] else found.tolist())
 
 
-def _moves(counts: Sequence[int]) -> list[list[int]]:
-    """Counts with a layer moved from one chunk to another; only the last may become empty."""
-    trials = []
-    for i, j in permutations(range(len(counts)), 2):
-        if counts[i] > (i < len(counts) - 1):
-            trials.append(list(counts))
-            trials[-1][i] -= 1
-            trials[-1][j] += 1
-    return trials
-
-
-def _chunk_loads(counts: Sequence[int], sums: Sequence[float], last: float) -> list[float]:
+def _chunk_loads(deals_NC: "Ints", sums: "Floats", last: float) -> "Floats":
     """Seconds of the chunks; `sums` has those of the first layers, from none to all."""
-    loads = [sums[end] - sums[end - n] for end, n in zip(accumulate(counts), counts, strict=True)]
-    loads[-1] += last
-    return loads
+    ends_NC = deals_NC.cumsum(1)
+    loads_NC: Floats = sums[ends_NC] - sums[ends_NC - deals_NC]
+    loads_NC[:, -1] += last
+    return loads_NC
 
 
-def _time(loads: list[float], mean: float, pipeline: int) -> int:
-    """Time of the busiest stage and a part of the largest chunk, which is minimized first.
+def _times(loads_NC: "Floats", mean: float, pipeline: int) -> "Floats":
+    """Times of the busiest stage and a part of the largest chunk, which are minimized first.
 
     Over the means; in percent, so that a fraction of one does not decide over evenness.
     """
-    busiest = max([sum(loads[i::pipeline]) for i in range(pipeline)]) * pipeline / len(loads)
-    return round(100 * ((busiest + _BUBBLE * max(loads)) / (1 + _BUBBLE) / mean))
+    N, C = loads_NC.shape
+    busiest_N = loads_NC.reshape(N, -1, pipeline).sum(1).max(1) * pipeline / C
+    times_N = (busiest_N + _BUBBLE * loads_NC.max(1)) / (1 + _BUBBLE) / mean
+    return (100 * times_N).round()
 
 
-def _squares(loads: list[float], mean: float) -> float:
-    """Unevenness, which is minimized where times are the same."""
-    return sum((load / mean) ** 2 for load in loads)
+def _squares(loads_C: "Floats", mean: float) -> float:
+    """Unevenness, which is minimized where times are the same; `sum` rounds less than NumPy."""
+    return sum((load / mean) ** 2 for load in loads_C.tolist())
