@@ -63,13 +63,20 @@ def _ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout, boo
     with_passes = beside_passes(spread)
 
     @functools.cache
-    def exchange(expert: int, overlap: bool) -> Exchange | None:
-        sizes = _WHOLE._replace(expert=expert, overlap=overlap)
-        trial = changed(base, sizes.changes())
+    def exchange(expert: int, overlap: str) -> Exchange | None:
+        sizes = _WHOLE._replace(expert=expert).changes()
+        trial = changed(base, sizes | {"parallel.overlap_microbatches": overlap})
         try:
             return own_exchange(resolved(trial, world, machine.node_gpus), world, machine)
         except ConfigError:
             return None
+
+    def exchanges(layout: Layout) -> list[Exchange]:
+        """The exchange of a layout, or those with and without overlap where `auto` decides."""
+        wanted = "on" if layout.overlap else cfg.parallel.overlap_microbatches
+        alone = layout.tensor * layout.context == 1
+        values = [wanted] if wanted != "auto" else ["off", "on"] if alone else ["off"]
+        return [sent for each in values if (sent := exchange(layout.expert, each)) is not None]
 
     @functools.cache
     def shards(tensor: int, context: int) -> float:
@@ -91,9 +98,9 @@ def _ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout, boo
         exposed = collectives(trial, world, machine, weights, busy, experts)
         return exposed + update(trial, world, machine, weights)
 
-    def seconds(layout: Layout, whole: bool) -> float:
-        sent = exchange(layout.expert, layout.overlap)
-        if sent is None:
+    def seconds(layout: Layout, known: bool) -> float:
+        ways = exchanges(layout)
+        if not ways:
             return float("inf")
         split = layout.tensor * layout.context
         count = sequences * split * layout.pipeline // (world * layout.micro_batch)
@@ -102,16 +109,20 @@ def _ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout, boo
         experts = max(step.experts * 2 / 3, often * reading / layout.expert)
         experts += with_passes(step.experts / 3, often * summing / layout.expert)
         sequence = dense + experts + often * layers * GAPS
-        exchanged, exposed = sparse * sent.total * length, 0.0
+        exchanged = [sparse * sent.total * length for sent in ways]
+        exposed = 0.0
         if count:
-            stages = layout.pipeline, layout.chunks
-            exposed = sent.exposed(exchanged, sequence, count, *stages) / count
-        each = (1 + sent.skew) * sequence + exposed + shards(layout.tensor, layout.context) * length
-        stage = busiest(layout.pipeline, layout.chunks) if whole else 1 / layout.pipeline
+            of_step = sequence, count, layout.pipeline, layout.chunks
+            every = zip(ways, exchanged, strict=True)
+            exposed = min(sent.exposed(whole, *of_step) for sent, whole in every) / count
+        split_seconds = shards(layout.tensor, layout.context) * length
+        each = (1 + ways[0].skew) * sequence + exposed + split_seconds
+        stage = busiest(layout.pipeline, layout.chunks) if known else 1 / layout.pipeline
         waits = 1 - _WAITING * step.gemm / 3 / sequence
         bubble = (layout.pipeline - 1) / layout.pipeline / max(1, count * layout.chunks)
         total = sequences / world * layout.pipeline * each * (stage + waits * bubble)
-        busy = stage * layout.micro_batch / split
-        return total + once(layout, busy * each, busy * experts) if whole else total
+        part = stage * layout.micro_batch / split
+        busy = part * (sequence + max(exchanged) + split_seconds)
+        return total + once(layout, busy, part * experts) if known else total
 
     return seconds

@@ -1,5 +1,6 @@
 """The page of `run.dry_run=search`: the best layouts with their memory and commands."""
 
+import gc
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -28,6 +29,7 @@ def search_page(cfg: Config, world: int, words: Sequence[str]) -> tuple[str, int
     The `words` are overrides that gave `cfg`, whose layout may be invalid. Raises ConfigError if a
     forced kernel cannot run on this machine model, or no layout of `world` ranks is valid.
     """
+    gc.freeze()  # or collections of a search walk all that was imported, a third of a second
     machine = machine_named(cfg.run.machine)
     if machine.only_memory:
         raise ConfigError(
