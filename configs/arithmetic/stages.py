@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Floats, Ints = NDArray[np.float64], NDArray[np.int64]
+type Floats = NDArray[np.float64]
+type Ints = NDArray[np.int64]
 
 _LAYER_COST = 1.3
 """Seconds of a FLOP in a layer, relative to the output layer: a layer has norms, attention,
@@ -73,7 +74,7 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
     return tuple(start if divides and first <= enough * least[0] else found.tolist())
 
 
-def _chunk_loads(deals_NC: "Ints", sums: "Floats", last: float) -> "Floats":
+def _chunk_loads(deals_NC: Ints, sums: Floats, last: float) -> Floats:
     """Seconds of the chunks; `sums` has those of the first layers, from none to all."""
     ends_NC = deals_NC.cumsum(1)
     loads_NC: Floats = sums[ends_NC] - sums[ends_NC - deals_NC]
@@ -81,7 +82,7 @@ def _chunk_loads(deals_NC: "Ints", sums: "Floats", last: float) -> "Floats":
     return loads_NC
 
 
-def _times(loads_NC: "Floats", mean: float, pipeline: int) -> "Floats":
+def _times(loads_NC: Floats, mean: float, pipeline: int) -> Floats:
     """Times of the busiest stage and a part of the largest chunk, which are minimized first.
 
     Over the means; in percent, so that a fraction of one does not decide over evenness.
@@ -92,6 +93,6 @@ def _times(loads_NC: "Floats", mean: float, pipeline: int) -> "Floats":
     return (100 * times_N).round()
 
 
-def _squares(loads_C: "Floats", mean: float) -> float:
+def _squares(loads_C: Floats, mean: float) -> float:
     """Unevenness, which is minimized where times are the same; `sum` rounds less than NumPy."""
     return sum((load / mean) ** 2 for load in loads_C.tolist())

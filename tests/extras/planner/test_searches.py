@@ -4,11 +4,15 @@ import cProfile
 import pstats
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx.configs.tables.machines import MACHINES
+from phalanx.extras.planner import best as best_of
 from phalanx.extras.planner.best import best
+from phalanx.extras.planner.layouts import layouts
+from phalanx.moe.plan.cost.step_time import StepTime, step_time
 from tests.extras.planner.searches import CASES, LARGEST, configuration, lines
 
 KNOWN = Path(__file__).with_name("searches.txt").read_text("utf-8")
@@ -30,3 +34,18 @@ def test_an_ordinary_search_takes_a_million_calls() -> None:
     with cProfile.Profile() as profile:
         assert best(cfg, 1024, MACHINES["h200"], 5)
     assert pstats.Stats(profile).total_calls < 2_000_000  # type: ignore[attr-defined]
+
+
+def test_a_search_estimates_few_of_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model and size that took longest; 769 steps were when ranks had no gradients."""
+    cfg, h100 = configuration("qwen3_235b_64gpu", "h100", 2048), MACHINES["h100"]
+    estimated = list[object]()
+
+    def counted(*given: Any) -> StepTime:
+        estimated.append(given)
+        return step_time(*given)
+
+    monkeypatch.setattr(best_of, "step_time", counted)
+    assert len(best(cfg, 2048, h100, 5)) == 5
+    assert len(list(layouts(cfg, 2048, 8))) > 6000
+    assert len(estimated) < 300
