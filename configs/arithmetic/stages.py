@@ -3,7 +3,7 @@
 The output layer of a small model with a large vocabulary is as much work as many layers: of
 GPT-OSS-20B with 8 layers it is a third.
 
-Legend: N deals, C chunks.
+Legend: N deals, C chunks, P stages.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 type Floats = NDArray[np.float64]
-type Ints = NDArray[np.int64]
 
 _LAYER_COST = 1.3
 """Seconds of a FLOP in a layer, relative to the output layer: a layer has norms, attention,
 exchanges too. From the dry run of GPT-OSS-20B, Moonlight and Qwen3-30B."""
 _BUBBLE = 0.2  # chunks during which a stage waits in a step, for one during which it works: some
 _EVEN_ENOUGH = 0.02  # most cost of an even deal that is taken for it: stages then need like memory
-_ROUNDING = 1e-9  # of sums by NumPy, relatively: more than that
 
 
 def layer_seconds(flops: Sequence[float]) -> tuple[float, ...]:
@@ -63,10 +61,8 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
         loads_NC = _chunk_loads(deals_NC, sums, last)
         times_N = _times(loads_NC, mean, pipeline)
         short_N = np.flatnonzero(times_N == times_N.min())
-        squares_N = ((loads_NC[short_N] / mean) ** 2).sum(1)
-        near_N = short_N[squares_N < squares_N.min() * (1 + _ROUNDING)]
         better, deal = min(
-            ((times_N[i], _squares(loads_NC[i], mean)), deals_NC[i].tolist()) for i in near_N
+            ((times_N[i], _squares(loads_NC[i], mean)), deals_NC[i].tolist()) for i in short_N
         )
         if better >= least:
             break
@@ -74,7 +70,7 @@ def balanced(layers: tuple[float, ...], last: float, pipeline: int, chunks: int)
     return tuple(start if divides and first <= enough * least[0] else found.tolist())
 
 
-def _chunk_loads(deals_NC: Ints, sums: Floats, last: float) -> Floats:
+def _chunk_loads(deals_NC: "NDArray[np.int64]", sums: Floats, last: float) -> Floats:
     """Seconds of the chunks; `sums` has those of the first layers, from none to all."""
     ends_NC = deals_NC.cumsum(1)
     loads_NC: Floats = sums[ends_NC] - sums[ends_NC - deals_NC]
@@ -87,10 +83,9 @@ def _times(loads_NC: Floats, mean: float, pipeline: int) -> Floats:
 
     Over the means; in percent, so that a fraction of one does not decide over evenness.
     """
-    N, C = loads_NC.shape
-    busiest_N = loads_NC.reshape(N, -1, pipeline).sum(1).max(1) * pipeline / C
-    times_N = (busiest_N + _BUBBLE * loads_NC.max(1)) / (1 + _BUBBLE) / mean
-    return (100 * times_N).round()
+    stages_NP = loads_NC.reshape(len(loads_NC), -1, pipeline).sum(1)
+    busiest_N = stages_NP.max(1) * pipeline / loads_NC.shape[1]
+    return (100 * ((busiest_N + _BUBBLE * loads_NC.max(1)) / (1 + _BUBBLE) / mean)).round()
 
 
 def _squares(loads_C: Floats, mean: float) -> float:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import grad_width, width
 from phalanx.configs.knobs import Changes, changed, get
@@ -20,15 +21,17 @@ from phalanx.moe.plan.cost.step_time import (
     step_time,
     with_natural_routing,
 )
-from phalanx.moe.plan.cost.weights import all_parameters, stage_weights
+from phalanx.moe.plan.cost.weights import stage_weights
 from phalanx.moe.plan.described import resolved
 
 TOLD_APART = 0.005
 """Part of a step by which one must be longer to count as slower: layouts of one model differ by
 less than the estimate does from measured steps, but not by so little."""
-_LEAST = 0.92
-"""A step over its rank is nearly always more. Ranks have no recomputation, and less waiting for
-stages, but balance them by FLOPs, and fewer of their weight gradients wait."""
+_LEAST = 0.98
+"""A step over its rank is at least this. Ranks have neither recomputation nor all that keeps a
+pipeline waiting, but their weight gradients may wait a little less than those of a step."""
+_LEAST_WITH_GRADIENTS = 0.8
+"""The same with gradients and update: exchanges that micro-batches hide are in some ranks."""
 _LOOKED_AT = 1.05
 """Slower layouts than this over the last line are no candidates: a line may still disappear beside
 one that needs less memory."""
@@ -69,11 +72,13 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
         return list(of_sizes.values())[:number]
 
     limit = math.inf
-    for rank, layout in in_order(cfg, world, machine):
+    for rank, more, layout in in_order(cfg, world, machine):
         if (least := _LEAST * rank) > limit:
             break
-        some = [each for each in sets if _LEAST_OF_SETS * each.relative * least <= limit]
         slowest = _LOOKED_AT * limit
+        if _LEAST_WITH_GRADIENTS * (rank + more) > slowest:
+            continue
+        some = [each for each in sets if _LEAST_OF_SETS * each.relative * least <= limit]
         if (one := fastest(cfg, layout, some, world, machine, slowest)) is not None:
             found[layout] = one
             shown = lines()
@@ -205,7 +210,7 @@ def _may_fit(cfg: Config, sizes: Changes, world: int, machine: Machine) -> bool:
 
 def _least_bytes(cfg: Config, world: int) -> float:
     """Bytes of a rank's weights and gradients, if stages and ranks share them evenly."""
-    counts, p = all_parameters(cfg), cfg.parallel
+    counts, p = parameters(cfg.model), cfg.parallel
     experts = counts.routed_experts / (expert_parallel_size(cfg, world) * p.pipeline)
     dense = (counts.total - counts.routed_experts) / (p.tensor * p.pipeline)
     return (experts + dense) * (width(cfg) + grad_width(cfg))

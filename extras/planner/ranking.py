@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
 from phalanx.configs.knobs import changed
-from phalanx.configs.layout import stage_shares
+from phalanx.configs.layout import micro_batches, stage_shares
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.validate import ConfigError
@@ -29,24 +29,30 @@ _WAITING = 2
 _WHOLE = Layout(1, 1, 1, 1, 1, 1, overlap=False)
 
 
-def in_order(cfg: Config, world: int, machine: Machine) -> Iterator[tuple[float, Layout]]:
+def in_order(cfg: Config, world: int, machine: Machine) -> Iterator[tuple[float, float, Layout]]:
     """Approximate seconds of a step with each layout, the fastest first.
 
-    What takes long to compute is added to them when their turn has come.
+    And what gradients and the update add. All that takes long is computed when its turn has come.
     """
-    seconds, every = _ranking(cfg, world, machine), layouts(cfg, world, machine.node_gpus)
+    seconds, once = _ranking(cfg, world, machine)
+    every = layouts(cfg, world, machine.node_gpus)
     waiting = [(seconds(layout, False), False, i, layout) for i, layout in enumerate(every)]
     heapq.heapify(waiting)
     while waiting:
         least, known, i, layout = heapq.heappop(waiting)
         if known:
-            yield least, layout
+            yield least, once(layout, least), layout
         else:
             heapq.heappush(waiting, (seconds(layout, True), True, i, layout))
 
 
-def _ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout, bool], float]:
-    """A function from a layout to its seconds, and to fewer if it may not take long itself."""
+def _ranking(
+    cfg: Config, world: int, machine: Machine
+) -> tuple[Callable[[Layout, bool], float], Callable[[Layout, float], float]]:
+    """Functions from a layout to its seconds, or to fewer if these are not known, and to others.
+
+    The second one is of gradients and update, of a step of so many seconds without them.
+    """
     base = changed(cfg, {"run.recompute": [], "run.offload": [], "parallel.delay_wgrad": "off"})
     m, ranks = cfg.model, math.gcd(cfg.model.moe.experts, 64) if has_experts(cfg.model) else 1
     one = _WHOLE._replace(expert=ranks).changes() | ALONE | {"data.global_batch": ranks}
@@ -63,20 +69,13 @@ def _ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout, boo
     with_passes = beside_passes(spread)
 
     @functools.cache
-    def exchange(expert: int, overlap: str) -> Exchange | None:
-        sizes = _WHOLE._replace(expert=expert).changes()
-        trial = changed(base, sizes | {"parallel.overlap_microbatches": overlap})
+    def exchange(expert: int, overlap: bool) -> Exchange | None:
+        sizes = _WHOLE._replace(expert=expert, overlap=overlap)
+        trial = changed(base, sizes.changes())
         try:
             return own_exchange(resolved(trial, world, machine.node_gpus), world, machine)
         except ConfigError:
             return None
-
-    def exchanges(layout: Layout) -> list[Exchange]:
-        """The exchange of a layout, or those with and without overlap where `auto` decides."""
-        wanted = "on" if layout.overlap else cfg.parallel.overlap_microbatches
-        alone = layout.tensor * layout.context == 1
-        values = [wanted] if wanted != "auto" else ["off", "on"] if alone else ["off"]
-        return [sent for each in values if (sent := exchange(layout.expert, each)) is not None]
 
     @functools.cache
     def shards(tensor: int, context: int) -> float:
@@ -91,38 +90,33 @@ def _ranking(cfg: Config, world: int, machine: Machine) -> Callable[[Layout, boo
         sizes = _WHOLE._replace(pipeline=pipeline, chunks=chunks)
         return max(stage_shares(changed(base, sizes.changes())))
 
-    def once(layout: Layout, busy: float, experts: float) -> float:
-        """Seconds of gradients and update, of which a micro-batch hides some."""
+    def once(layout: Layout, rest: float) -> float:
+        if rest == math.inf:
+            return 0.0
         trial = changed(base, layout.changes())
-        weights = stage_weights(trial, world)
-        exposed = collectives(trial, world, machine, weights, busy, experts)
+        weights, count = stage_weights(trial, world), max(1, micro_batches(trial, world))
+        exposed = collectives(trial, world, machine, weights, rest / count, experts=0.0)
         return exposed + update(trial, world, machine, weights)
 
     def seconds(layout: Layout, known: bool) -> float:
-        ways = exchanges(layout)
-        if not ways:
+        sent = exchange(layout.expert, layout.overlap)
+        if sent is None:
             return float("inf")
         split = layout.tensor * layout.context
         count = sequences * split * layout.pipeline // (world * layout.micro_batch)
         often = split / layout.micro_batch
         """Micro-batches in the time that one rank would take for a sequence."""
-        experts = max(step.experts * 2 / 3, often * reading / layout.expert)
-        experts += with_passes(step.experts / 3, often * summing / layout.expert)
-        sequence = dense + experts + often * layers * GAPS
-        exchanged = [sparse * sent.total * length for sent in ways]
-        exposed = 0.0
+        sequence = dense + max(step.experts * 2 / 3, often * reading / layout.expert)
+        sequence += with_passes(step.experts / 3, often * summing / layout.expert)
+        sequence += often * layers * GAPS
+        exchanged, exposed = sparse * sent.total * length, 0.0
         if count:
-            of_step = sequence, count, layout.pipeline, layout.chunks
-            every = zip(ways, exchanged, strict=True)
-            exposed = min(sent.exposed(whole, *of_step) for sent, whole in every) / count
-        split_seconds = shards(layout.tensor, layout.context) * length
-        each = (1 + ways[0].skew) * sequence + exposed + split_seconds
+            stages = layout.pipeline, layout.chunks
+            exposed = sent.exposed(exchanged, sequence, count, *stages) / count
+        each = (1 + sent.skew) * sequence + exposed + shards(layout.tensor, layout.context) * length
         stage = busiest(layout.pipeline, layout.chunks) if known else 1 / layout.pipeline
         waits = 1 - _WAITING * step.gemm / 3 / sequence
         bubble = (layout.pipeline - 1) / layout.pipeline / max(1, count * layout.chunks)
-        total = sequences / world * layout.pipeline * each * (stage + waits * bubble)
-        part = stage * layout.micro_batch / split
-        busy = part * (sequence + max(exchanged) + split_seconds)
-        return total + once(layout, busy, part * experts) if known else total
+        return sequences / world * layout.pipeline * each * (stage + waits * bubble)
 
-    return seconds
+    return seconds, once

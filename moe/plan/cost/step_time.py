@@ -252,8 +252,7 @@ def collectives(
     """Exposed seconds of gradient reduction and parameter gathering.
 
     Nothing runs beside those of the embedding, which is read first and whose gradient comes last
-    (docs/measured/training/four_h200s.md). A stage is `busy` for so many seconds of a micro-batch,
-    for some of them with `experts`.
+    (docs/measured/training/four_h200s.md). A micro-batch is `busy` seconds, some of `experts`.
     """
     p, m, near = cfg.parallel, cfg.model, world <= machine.node_gpus
     rate = 1e9 * (machine.node_gbs if near else machine.network_gbs)

@@ -91,9 +91,8 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Weights of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
     held: list[list[Chunk]] = [[] for _ in stages]
-    all_layers = all_parameters(cfg)
+    all_layers = parameters(cfg.model)
     known: dict[tuple[object, ...], tuple[int, int]] = {}
-    alike_stages: dict[tuple[object, ...], Weights] = {}
     for chunk in chunks(cfg):
         alike = chunk[1:]
         if alike not in known:
@@ -102,23 +101,14 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
         stages[chunk.stage][0] += dense
         stages[chunk.stage][1] += expert
         held[chunk.stage].append(chunk)
-    found = []
-    for (dense, expert), of_stage in zip(stages, held, strict=True):
-        letters = tuple(chunk[1:] for chunk in of_stage)
-        if letters not in alike_stages:
-            whole = _whole_updates(cfg, world, of_stage)
-            alike_stages[letters] = _weights(cfg, world, dense, expert, whole)
-        found.append(alike_stages[letters])
+    found = [
+        _weights(cfg, world, dense, expert, _whole_updates(cfg, world, of_stage))
+        for (dense, expert), of_stage in zip(stages, held, strict=True)
+    ]
     if cfg.parallel.distributed_optimizer in ZERO3:
         sharded = resolve_name(SHARDED_WEIGHTS)
         return [sharded(cfg, world, *each) for each in zip(found, held, strict=True)]
     return found
-
-
-@remembered("model")
-def all_parameters(cfg: Config) -> Parameters:
-    """Parameters of the model by part."""
-    return parameters(cfg.model)
 
 
 def checkpoint_bytes(cfg: Config) -> int:

@@ -37,7 +37,7 @@ def test_an_ordinary_search_takes_a_million_calls() -> None:
 
 
 def test_a_search_estimates_few_of_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the model and size that took longest; 769 steps were when ranks had no gradients."""
+    """Of the model and size that took longest; 769 were, without ranks that have gradients."""
     cfg, h100 = configuration("qwen3_235b_64gpu", "h100", 2048), MACHINES["h100"]
     estimated = list[object]()
 
@@ -48,4 +48,4 @@ def test_a_search_estimates_few_of_its_layouts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(best_of, "step_time", counted)
     assert len(best(cfg, 2048, h100, 5)) == 5
     assert len(list(layouts(cfg, 2048, 8))) > 6000
-    assert len(estimated) < 300
+    assert len(estimated) < 600
