@@ -85,5 +85,5 @@ def test_the_page_on_operations_has_the_figures_of_searches() -> None:
         f"DeepSeek-V3 on 1,024 is expected to make {bf16:,} tokens/s/GPU in bf16 and {fp8:,} in "
         f"FP8 (published: 1,061 and 1,297), and Qwen3-235B on 256 {qwen} TFLOP/s (published: 302)"
     ) in text
-    assert "which takes one to five seconds of a core beside two for imports" in text
+    assert "which takes one to three seconds of a core beside two for imports" in text
     assert seconds / 2 < 15  # of a core that is shared
