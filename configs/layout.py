@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import islice
+from pkgutil import resolve_name
 from typing import Any
 
 from phalanx.configs.arithmetic.accounting import head_flops, layer_flops
@@ -16,9 +17,9 @@ from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_o
 from phalanx.configs.arithmetic.stages import balanced, layer_seconds
 from phalanx.configs.knobs import changed, copied, get, pluralize, repair
 from phalanx.configs.remembered import STAGES, remembered
-from phalanx.configs.schema import Config, DataConfig, OptimConfig
+from phalanx.configs.schema import Config, DataConfig, OptimConfig, ParallelConfig
 from phalanx.configs.tables.backends import expert_backend
-from phalanx.configs.tables.capabilities import ZERO3
+from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES, ZERO3
 from phalanx.configs.tables.transports import (
     MAX_REPLICATED_EXPERTS,
     MAX_REPLICATION_RANKS,
@@ -61,6 +62,11 @@ def replicas(cfg: Config, world: int) -> tuple[int, int]:
 def optimizer_shards(cfg: Config, world: int) -> tuple[int, int]:
     """Number of parts of the optimizer's state for the same: one without a sharded optimizer."""
     return replicas(cfg, world) if cfg.parallel.distributed_optimizer else (1, 1)
+
+
+def key_ranks(p: ParallelConfig) -> int:
+    """Ranks of which each attends to gathered keys with its part of a sequence; 1: with all of it."""
+    return 1 if CONTEXT_EXCHANGES[p.context_exchange].whole else p.context
 
 
 def micro_batches(cfg: Config, world: int) -> int:
@@ -269,6 +275,8 @@ def _shared_heads(cfg: Config, ranks: int) -> Iterator[str]:
         fits = math.gcd(ranks, *(heads // p.tensor for heads in cut.values()))
         reason = f"x tensor={p.tensor} does not divide {', '.join(wrong)}"
         yield repair(cfg, "parallel.context", reason, largest_divisor(fits, p.context))
+    if p.context > 1:
+        yield from resolve_name(CONTEXT_EXCHANGES[p.context_exchange].facts).problems(cfg)
 
 
 def _fewer_stages(cfg: Config, ranks: int) -> int:

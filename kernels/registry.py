@@ -81,7 +81,8 @@ class Facts:
     v_dim: int = 0  # channels of a value head
     norms: tuple[int, ...] = ()  # channels that are normalised together, of each kind of norm
     documents: bool = False  # attention stops at ends of documents (`data.document_mask`)
-    context: int = 1  # context parallel size: above 1, attention sees fewer queries than keys
+    context: int = 1  # ranks that gather keys: above 1, attention sees fewer queries than keys
+    shares_heads: bool = False  # ranks share out heads of sequences
     max_logits: bool = False  # `optim.qk_clip` or `optim.max_logit_every` need the largest logits
     packages: frozenset[str] = field(default_factory=installed)
     compiles: bool = field(default_factory=compiles)  # torch.compile is switched on

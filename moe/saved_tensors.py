@@ -6,12 +6,15 @@ resolved kernels.
 """
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
 
 from phalanx.configs.arithmetic.layers import expert_hidden
 from phalanx.configs.formats import fp8_row, is_fp8, width
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import attention_backend, expert_backend, norm_backend
+from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.model.kernel_facts import activation_of, uses_expert_kernels
@@ -155,11 +158,26 @@ def _core_attention(
     Channels of a token: of queries, keys and values, of the output, of what is `projected` and
     saved before core attention, and of `latents` of latent attention.
     """
-    element, heads = width(cfg), cfg.model.attention.heads
+    element, heads, exchanged = width(cfg), cfg.model.attention.heads, _exchange(cfg)
     sizes = {
         "queries_keys_values": element * kernel_inputs,
         "latents": element * latents,
         "out": element * out + 4 * heads,  # with the fp32 statistics of the softmax
+        "exchanged": exchanged.saved(cfg) if exchanged else 0,
         "projected": element * projected,
     }
     return {name: counts.tokens * size // cfg.parallel.tensor for name, size in sizes.items()}
+
+
+def attention_backward(cfg: Config, counts: TokenCounts) -> int:
+    """Bytes of gradients around core attention, where ranks share sequences; else 0."""
+    exchanged = _exchange(cfg)
+    return counts.tokens * exchanged.backward(cfg) // cfg.parallel.tensor if exchanged else 0
+
+
+def _exchange(cfg: Config) -> Any:
+    """The `extras.context.facts.Exchange` of ranks that share sequences, or None."""
+    own = attention_backend(cfg.kernels.attention).layer  # passes keys on
+    if cfg.parallel.context == 1 or own:
+        return None
+    return resolve_name(CONTEXT_EXCHANGES[cfg.parallel.context_exchange].facts)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from phalanx.configs.fields import knob
-from phalanx.configs.tables.capabilities import ZERO3
+from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES, ZERO3
 from phalanx.configs.tables.transports import TRANSPORTS
 
 
@@ -32,6 +32,12 @@ class ParallelConfig:
     context: int = knob(1, at_least=1)
     """Context-parallel size: the number of ranks that share a sequence; in linear attention they
     share out key and value heads."""
+    context_exchange: str = knob("keys", choices=CONTEXT_EXCHANGES)
+    """What context ranks exchange for core attention (docs/long_context.md).
+
+    `keys` gathers all keys and values on each rank; `heads` gives a rank some of the heads of whole
+    sequences, which also balances documents (`data.document_mask`).
+    """
     expert: int = 0
     """Expert-parallel size: the number of ranks that the experts of a layer are spread over.
 

@@ -56,6 +56,28 @@ SHARDED_PROBLEMS = "phalanx.extras.sharded_params.problems:problems"  # `(cfg)`,
 SHARDED_WEIGHTS = "phalanx.extras.sharded_params.estimate:sharded"  # `(cfg, world, whole, chunks)`
 
 
+@dataclass(frozen=True)
+class ContextExchange:
+    """What ranks that share sequences exchange for core attention."""
+
+    layer: str  # `moe.model.attention.CoreAttention` of a rank
+    facts: str  # an `extras.context.facts.Exchange`: rules, bytes
+    whole: bool = False  # kernels of attention have whole sequences
+
+
+CONTEXT_EXCHANGES = {
+    "keys": ContextExchange(
+        layer="phalanx.extras.context.keys:GatheredKeys", facts="phalanx.extras.context.facts:KEYS"
+    ),
+    "heads": ContextExchange(
+        layer="phalanx.extras.context.heads:SharedHeads",
+        facts="phalanx.extras.context.facts:HEADS",
+        whole=True,
+    ),
+}
+"""Entries of `parallel.context_exchange`."""
+
+
 PHASES = {
     "configurations": "phalanx.extras.phases.configurations:configurations",
     "present": "phalanx.extras.phases.walk:present",

@@ -49,6 +49,7 @@ MIXERS: dict[str, MixerFacts] = {
         "attention",
         counts="phalanx.configs.arithmetic.attention:Attention",
         saved_tensors="phalanx.moe.saved_tensors:attention_saved",
+        backward_bytes="phalanx.moe.saved_tensors:attention_backward",
     ),
     "linear_attention": MixerFacts(
         "linear attention",

@@ -9,25 +9,23 @@ The recurrence runs along a whole sequence. Under context parallelism ranks that
 therefore share out the heads, which do not know of each other, between the projections, which work
 token by token: one exchange there and one back; gradients take the same ways in reverse. Of the 2 R
 chunks of a sequence, Megatron-Core deals rank r chunks r and 2 R - 1 - r, which balances causal
-attention. Here the order of tokens is restored, and cut again after. Sizes are static and nothing
-is read on the host.
+attention. Here the order of tokens is restored, and cut again after (`extras.context.exchange`).
+Sizes are static and nothing is read on the host.
 
 Shape legend: S positions, in two chunks of s, B batch, D hidden, I outputs of the input projection,
 C channels of the convolution, K key heads, V value heads, d channels of a head, R context ranks.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.profiler import record_function
 
+from phalanx.extras.context.exchange import own_heads, own_tokens, whole_sequences
 from phalanx.extras.linear_attention.gated_delta import (
     causal_conv,
     gated_delta_rule,
@@ -36,53 +34,6 @@ from phalanx.extras.linear_attention.gated_delta import (
 from phalanx.moe.model.norm import RMSNorm
 from phalanx.parallel.megatron.imports import without
 from phalanx.parallel.megatron.param_gather import gathered
-
-
-def whole_sequences(x_BSC: Tensor, sections: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's heads at all tokens of the sequences, from all heads at this rank's tokens.
-
-    Args:
-        x_BSC: of any floating dtype and strides.
-        sections: channels of each kind, as queries, keys and values; ranks share out the heads of
-            each, in their order. All are multiples of R.
-
-    Returns:
-        [B, R S, C / R], contiguous, with the same sections, each 1 / R as wide.
-    """
-    ranks = group.size()
-    x_B2sC = x_BSC.unflatten(1, (2, -1))
-    sent_R2Bsc = torch.cat(
-        [
-            part.unflatten(-1, (ranks, -1)).permute(3, 1, 0, 2, 4)
-            for part in x_B2sC.split(list(sections), -1)
-        ],
-        -1,
-    )
-    came = all_to_all(group, sent_R2Bsc).flatten(0, 1).unbind()
-    dealt = _dealt(ranks)
-    return torch.stack([came[dealt.index(n)] for n in range(2 * ranks)], 1).flatten(1, 2)
-
-
-def own_tokens(x_BTc: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of `whole_sequences` for one section: [B, R S, C / R] -> [B, S, C]."""
-    ranks = group.size()
-    chunks = x_BTc.unflatten(1, (2 * ranks, -1)).unbind(1)
-    sent = torch.stack([chunks[n] for n in _dealt(ranks)])
-    came_R2Bsc = all_to_all(group, sent.unflatten(0, (ranks, 2)))
-    return came_R2Bsc.permute(2, 1, 3, 0, 4).flatten(3).flatten(1, 2)
-
-
-def own_heads(x: Tensor, sections: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's heads of parameters [C, ...] with the sections of `whole_sequences`.
-
-    Its gradient is zero for other ranks' heads; the sum over the ranks is that of all.
-    """
-    parts = x.split(list(sections))
-    return torch.cat([part.chunk(group.size())[group.rank()] for part in parts])
-
-
-def _dealt(ranks: int) -> list[int]:
-    return [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
 
 
 def _gated_delta_net() -> Any:
@@ -147,7 +98,8 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
             mixed_BSI = mixed_SBI.transpose(0, 1).reshape(sequences, -1, mixed_SBI.shape[-1])
             group = self.pg_collection.cp
             if self.cp_size > 1:
-                mixed_BSI = whole_sequences(mixed_BSI, self.in_proj_split_sections, group)
+                parts = mixed_BSI.split(list(self.in_proj_split_sections), -1)
+                mixed_BSI = whole_sequences(parts, group)
             out_BSC = self._between(mixed_BSI, position_BS).flatten(2)
             if self.cp_size > 1:
                 out_BSC = own_tokens(out_BSC, group)

@@ -2,8 +2,8 @@
 
 One class serves grouped queries, latent attention (values narrower than keys), layers with and
 without a sliding window, and learnable sinks, with the parameter name and checkpoint layout of
-Megatron-Core and Transformer Engine. Under context parallelism each rank gathers all keys and
-values and computes its two chunks of queries.
+Megatron-Core and Transformer Engine. Ranks that share sequences exchange what
+`parallel.context_exchange` says (`extras.context`).
 
 Shape legend: S positions of this rank, T keys, B batch, H query heads, G key-value heads,
 d channels of query and key, v channels of value.
@@ -37,6 +37,7 @@ from megatron.core.transformer.utils import (
 from torch.profiler import record_function
 
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS
+from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.latent import keys_values
@@ -121,12 +122,14 @@ class CoreAttention(MegatronModule):
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             with record_function("attention/core"):
-                if self.cp_group.size() == 1:
-                    documents = None if packed is None else packed.documents
-                    return self._attend(query, key, value, documents)
-                return self._attend_in_chunks(query, key, value, packed)
+                return self._attend_packed(query, key, value, packed)
 
         return attend_in_context(attend, query, key, value)
+
+    def _attend_packed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed | None
+    ) -> torch.Tensor:
+        return self._attend(q, k, v, None if packed is None else packed.documents)
 
     def _attend(
         self,
@@ -148,39 +151,6 @@ class CoreAttention(MegatronModule):
             backend=self.backend,
         )
         return o_BHSv.permute(2, 0, 1, 3).flatten(2).contiguous()
-
-    def _attend_in_chunks(
-        self,
-        q_SBHd: torch.Tensor,
-        k_SBGd: torch.Tensor,
-        v_SBGv: torch.Tensor,
-        packed: Packed | None,
-    ) -> torch.Tensor:
-        """This rank's queries against the keys of all context ranks.
-
-        The sequence is cut into 2 * ranks chunks and rank r holds chunks r and 2 * ranks - 1 - r,
-        which balances causal work. A chunk attends the gathered keys from the start of its window
-        to its own end: causal attention with fewer queries than keys. Packed sequences are
-        concatenated along S.
-        """
-        ranks, rank = self.cp_group.size(), self.cp_group.rank()
-        sequences = 1 if packed is None else packed.sequences
-        size, k_width = q_SBHd.size(0) // (2 * sequences), k_SBGd.size(-1)
-        kv = gather_from_sequence_parallel_region(
-            torch.cat([k_SBGd, v_SBGv], -1), group=self.cp_group
-        )
-        kv_chunks, q_chunks, outputs = kv.split(size), q_SBHd.split(size), []
-        for sequence in range(sequences):
-            owners = [_chunk_owner(chunk, ranks) for chunk in range(2 * ranks)]
-            kv = torch.cat([kv_chunks[2 * (r * sequences + sequence) + i] for r, i in owners])
-            k_TBGd, v_TBGv = kv[..., :k_width], kv[..., k_width:]
-            for i, chunk in enumerate((rank, 2 * ranks - 1 - rank)):
-                start, end = chunk * size, (chunk + 1) * size
-                first_key = max(0, start - self.window + 1) if self.window else 0
-                documents = packed and packed.of_chunk(sequence, i, start - first_key)
-                keys, values = k_TBGd[first_key:end], v_TBGv[first_key:end]
-                outputs.append(self._attend(q_chunks[2 * sequence + i], keys, values, documents))
-        return torch.cat(outputs)
 
     def sharded_state_dict(
         self,
@@ -227,10 +197,6 @@ def attend_in_context(
     out: torch.Tensor = memory.region("attention", attend, query, key, value)
     memory.offload("attention", query, key, value, out)
     return out
-
-
-def _chunk_owner(chunk: int, ranks: int) -> tuple[int, int]:
-    return (chunk, 0) if chunk < ranks else (2 * ranks - 1 - chunk, 1)
 
 
 class LatentAttention(MLASelfAttention):
@@ -337,11 +303,13 @@ class LatentAttention(MLASelfAttention):
         return up_Hmr.split([c.qk_head_dim, c.v_head_dim], 1)
 
 
-def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
+def core_attention(backend: str, *, whole_with_sinks: bool = False, exchange: str = "") -> Any:
     """The core attention module of a layer spec.
 
-    `whole_with_sinks`: attention has sinks, and sequences are not split over ranks.
+    `whole_with_sinks`: attention has sinks, and sequences are not split over ranks, as they are
+    with an `exchange`, an entry of `CONTEXT_EXCHANGES`.
     """
     if path := ATTENTION_BACKENDS[backend].layer:
         return resolve_name(path)(whole_with_sinks)
-    return ModuleSpec(module=CoreAttention, params={"backend": backend})
+    module = resolve_name(CONTEXT_EXCHANGES[exchange].layer) if exchange else CoreAttention
+    return ModuleSpec(module=module, params={"backend": backend})

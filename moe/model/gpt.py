@@ -249,8 +249,11 @@ def _layer(
     sub.input_layernorm = sub.pre_mlp_layernorm = norm_class(backends.norm, residual=True)
     attention = sub.self_attention.submodules
     attention.linear_proj = OutputProjection
-    whole_with_sinks = m.attention.sinks and config.context_parallel_size == 1
-    attention.core_attention = core_attention(backends.attention, whole_with_sinks=whole_with_sinks)
+    whole = config.context_parallel_size == 1
+    exchange = "" if whole else cfg.parallel.context_exchange
+    attention.core_attention = core_attention(
+        backends.attention, whole_with_sinks=whole and m.attention.sinks, exchange=exchange
+    )
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, norm)

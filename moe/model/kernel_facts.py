@@ -22,7 +22,7 @@ from phalanx.configs.arithmetic.layers import (
     mixer_of,
 )
 from phalanx.configs.formats import in_bf16, is_fp8, quantized_layer, recipe_facts
-from phalanx.configs.layout import expert_parallel_size, logit_interval
+from phalanx.configs.layout import expert_parallel_size, key_ranks, logit_interval
 from phalanx.configs.schema import Config, ModelConfig, MoEConfig
 from phalanx.configs.tables.backends import ATTENTION_BACKENDS, NORM_BACKENDS, Implementation
 from phalanx.kernels.core_attention.fa4 import AttentionLayer
@@ -88,7 +88,8 @@ def facts(
         v_dim=value,
         norms=_norms(cfg),
         documents=cfg.data.document_mask,
-        context=cfg.parallel.context,
+        context=key_ranks(cfg.parallel),
+        shares_heads=key_ranks(cfg.parallel) < cfg.parallel.context,
         max_logits=logit_interval(cfg.optim) > 0,
         **machine,
     )
@@ -156,7 +157,8 @@ def _chosen(op: str, wanted: str, backends: Mapping[str, Implementation], facts:
 
 
 def _group(cfg: Config) -> int:
-    a, ranks = cfg.model.attention, cfg.parallel.tensor
+    a, p = cfg.model.attention, cfg.parallel
+    ranks = p.tensor * p.context // key_ranks(p)
     if a.kind == "mla":
         return 1
     # With more ranks than key-value heads, ranks that share one divide its query heads.
@@ -171,7 +173,7 @@ def _attention_layers(m: ModelConfig) -> list[int]:
 
 def _windows(cfg: Config) -> set[bool]:
     """Whether a window hides keys; both answers where layers or chunks of a sequence differ."""
-    a, ranks = cfg.model.attention, cfg.parallel.context
+    a, ranks = cfg.model.attention, key_ranks(cfg.parallel)
     tokens, _ = model_input(cfg.data)
     first_chunk = tokens if ranks == 1 else tokens // (2 * ranks)
     return {

@@ -24,7 +24,7 @@ from phalanx.kernels.core_attention.documents import Documents
 class Packed(PackedSeqParams):
     """Documents of a micro-batch."""
 
-    documents: Any = None  # `Documents`, for core attention; None if context ranks share sequences
+    documents: Any = None  # `Documents` of full sequences, for core attention
     sequences: int = 1  # number of sequences, B
     position_T: Any = None  # position of each token in its piece of a document, int64
     whole_BS: Any = None
@@ -33,19 +33,8 @@ class Packed(PackedSeqParams):
     last_T: Any = None
     """bool, last tokens of pieces, for `parallel.megatron.patches.shift_within_documents`."""
 
-    _of_chunks: dict[tuple[int, int, int], Documents] = field(default_factory=dict)
-
-    def of_chunk(self, sequence: int, chunk: int, before: int) -> Documents:
-        """Documents of a sequence's chunk 0 or 1 on this rank, shared by all layers.
-
-        The chunk attends to `before` keys before it.
-        """
-        key = sequence, chunk, before
-        if key not in self._of_chunks:
-            position_S = self.position_T.view(self.sequences, 2, -1)[sequence, chunk]
-            longest = self.max_seqlen_q
-            self._of_chunks[key] = Documents(position_S, places=0, longest=longest, before=before)
-        return self._of_chunks[key]
+    of_chunks: dict[Any, Documents] = field(default_factory=dict)
+    """Documents of parts of sequences, shared by all layers (`extras.context.keys`)."""
 
     def angles(self, freqs_S11F: Tensor) -> Tensor:
         """Rotary angles [T, 1, 1, F] of the tokens, from those of all positions of a sequence."""
@@ -72,14 +61,14 @@ def packed(
             not determine them.
     """
     B, S = position_BS.shape
-    position_T = position_BS.reshape(-1)
-    documents = Documents(position_T, places=B * places, longest=S) if ranks == 1 else None
+    whole_BS = position_BS if whole_BS is None else whole_BS
+    documents = Documents(whole_BS.reshape(-1), places=B * places, longest=S * ranks)
     return Packed(
         max_seqlen_q=S * ranks,
         max_seqlen_kv=S * ranks,
         documents=documents,
         sequences=B,
-        position_T=position_T,
-        whole_BS=position_BS if whole_BS is None else whole_BS,
-        last_T=last_BS.reshape(-1) if documents is None else documents.last_T,
+        position_T=position_BS.reshape(-1),
+        whole_BS=whole_BS,
+        last_T=documents.last_T if last_BS is None else last_BS.reshape(-1),
     )

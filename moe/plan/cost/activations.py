@@ -72,7 +72,7 @@ class LayerMemory:
 _RECOMPUTED: dict[str, tuple[str, ...]] = {
     "norm": ("norm",),
     "mla_up": ("queries_keys_values", "latents"),
-    "attention": ("out",),
+    "attention": ("out", "exchanged"),
     "mlp": ("dense", "shared"),
     "expert_h": ("expert_h",),
     "moe_act": ("expert_a",),

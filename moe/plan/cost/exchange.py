@@ -1,13 +1,14 @@
 """Seconds of exchanges: of expert tokens, and of tensor and context ranks, which share sequences.
 
 A mixer without core attention has some of the heads over full sequences between its projections:
-an all-to-all from tokens to heads, and back (`parallel.context`). Core attention gathers keys and
-values of all context ranks. Tensor ranks gather the tokens in front of attention, dense MLPs and
-shared experts, and add up their results. Computation hides exchanges of expert tokens alone.
+an all-to-all from tokens to heads, and back (`parallel.context`). Core attention exchanges what
+`parallel.context_exchange` says. Tensor ranks gather the tokens in front of attention, dense MLPs
+and shared experts, and add up their results. Computation hides exchanges of expert tokens alone.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from statistics import fmean
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from phalanx.configs.formats import width
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES
 from phalanx.configs.tables.machines import Machine
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.moe.plan.cost.activations import sizes
@@ -147,7 +149,7 @@ class ShardSeconds(NamedTuple):
     """Seconds of a token that tensor and context ranks share, for each layer."""
 
     shared: float  # collectives of tensor ranks around one module
-    gathered: float  # keys and values of a layer
+    gathered: float  # keys and values, or heads, of a layer
 
     def tensor(self, work: Work) -> float:
         """Seconds of a token on a stage: attention, and dense MLPs or shared experts."""
@@ -180,17 +182,11 @@ def shard_seconds(cfg: Config, machine: Machine) -> ShardSeconds:
 
 
 def keys_traffic(cfg: Config, machine: Machine) -> Links:
-    """Bytes of keys and values of one layer and one token of a rank, forward and backward.
-
-    All of them are at the rate of the network if context ranks are on several nodes.
-    """
-    p, a = cfg.parallel, cfg.model.attention
-    if a.kind == "gqa":
-        channels = 2 * a.kv_heads * a.head_dim
-    else:
-        channels = a.heads * (a.qk_nope_dim + a.qk_rope_dim + a.v_dim)
-    # A rank has the heads of all its tensor ranks' tokens.
-    passes = 3 if "full" in cfg.run.recompute else 2
-    sent = float(passes * (p.context - 1) * channels * width(cfg))
-    inside = p.tensor * p.context <= machine.node_gpus
-    return Links(sent, 0.0) if inside else Links(0.0, sent)
+    """Bytes of core attention's exchange of one layer and one token of a rank, both ways."""
+    p = cfg.parallel
+    if p.context == 1:
+        return Links(0.0, 0.0)
+    facts = resolve_name(CONTEXT_EXCHANGES[p.context_exchange].facts)
+    sent = facts.sent(cfg, machine)
+    passes = 3 if {"full", "attention"} & set(cfg.run.recompute) else 2
+    return Links(passes * sent.near, passes * sent.far)

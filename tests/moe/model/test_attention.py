@@ -1,4 +1,4 @@
-"""Core attention in Megatron-Core's slot, under tensor and context parallelism, and the norm."""
+"""Core attention in Megatron-Core's slot, under tensor parallelism, and the norm."""
 
 import math
 from types import SimpleNamespace
@@ -38,13 +38,21 @@ def config(**changes: Any) -> Any:
     return TransformerConfig(**{**fields, **changes})
 
 
-def core(config: Any, pg: Any, *, layer: int = 1, backend: str = "reference", **kwargs: Any) -> Any:
+def core(
+    config: Any,
+    pg: Any,
+    *,
+    layer: int = 1,
+    backend: str = "reference",
+    exchange: str = "",
+    **kwargs: Any,
+) -> Any:
     """Built the way Megatron-Core's attention blocks do, through the spec."""
     from megatron.core.transformer.enums import AttnMaskType
 
     from phalanx.moe.model.attention import core_attention
 
-    return core_attention(backend)(
+    return core_attention(backend, exchange=exchange)(
         config=config,
         layer_number=layer,
         attn_mask_type=AttnMaskType.causal,
@@ -204,62 +212,6 @@ def test_sinks_are_split_by_head_over_tensor_ranks() -> None:
     for rank, got in enumerate(ranks):
         # The marks make the gradient norm count every rank's heads.
         assert got == ("a.softmax_offset", (4,), (2 * rank,), (2,), (True, 0))
-
-
-def _context(changes: dict[str, Any], layer: int, k: int, v: int, ranks: int) -> Any:
-    install()
-    from phalanx.parallel.groups import create
-
-    pg = create(context=ranks).pg
-    module = core(
-        config(context_parallel_size=ranks, **changes), pg, layer=layer, k_channels=k, v_channels=v
-    )
-    if module.softmax_offset is not None:
-        module.load_state_dict({"softmax_offset": draw(4, seed=3)})
-    # Chunk r and its mirror image belong to rank r.
-    mine = [dist.get_rank(), 2 * ranks - 1 - dist.get_rank()]
-    whole = [
-        draw(SEQUENCE, BATCH, n, d, seed=i) for i, (n, d) in enumerate([(4, k), (2, k), (2, v)])
-    ]
-    local = [torch.cat([x.chunk(2 * ranks)[c] for c in mine]).requires_grad_() for x in whole]
-    out = module(*local)
-    upstream = torch.cat([draw(SEQUENCE, BATCH, 4 * v, seed=7).chunk(2 * ranks)[c] for c in mine])
-    grads = torch.autograd.grad(out, [*local, *module.parameters()], upstream)
-    return [out.detach(), *grads]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    ("changes", "layer", "k", "v"),
-    [
-        ({}, 1, 8, 8),
-        ({}, 1, 24, 16),
-        # Windows that end inside the own chunk, in the chunk before, and several chunks back.
-        ({"window_size": (1, 0), "softmax_type": "learnable"}, 1, 8, 8),
-        ({"window_size": (6, 0), "softmax_type": "learnable"}, 1, 8, 8),
-        ({"window_size": (15, 0)}, 1, 8, 8),
-        ({"window_size": (6, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}, 2, 8, 8),
-    ],
-)
-def test_context_parallel_equals_one_rank(
-    changes: dict[str, Any], layer: int, k: int, v: int, ranks: int
-) -> None:
-    (alone_out, *alone_grads) = run_distributed(_context, 1, changes, layer, k, v, 1)[0]
-    parts = run_distributed(_context, ranks, changes, layer, k, v, ranks)
-
-    def joined(index: int) -> torch.Tensor:
-        chunks = {}
-        for rank, part in enumerate(parts):
-            chunks[rank], chunks[2 * ranks - 1 - rank] = part[index].chunk(2)
-        return torch.cat([chunks[c] for c in sorted(chunks)])
-
-    torch.testing.assert_close(joined(0), alone_out, rtol=1e-5, atol=2e-6)
-    for index, expected in enumerate(alone_grads[:3], start=1):
-        torch.testing.assert_close(joined(index), expected, rtol=1e-5, atol=5e-6)
-    for index, expected in enumerate(alone_grads[3:], start=4):
-        total = sum(part[index] for part in parts)
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=5e-6)
 
 
 def _refusal(changes: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Context parallelism: what ranks that share sequences exchange."""

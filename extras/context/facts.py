@@ -1,0 +1,126 @@
+"""Arithmetic of what ranks that share sequences exchange for core attention: rules and bytes.
+
+It imports neither torch nor Megatron-Core. Bytes are per token of a rank and layer with core
+attention, before tensor ranks share them out.
+"""
+
+from collections.abc import Iterator
+
+from phalanx.configs.arithmetic.attention import head_dims
+from phalanx.configs.formats import width
+from phalanx.configs.knobs import repair
+from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import attention_backend
+from phalanx.configs.tables.machines import Machine
+from phalanx.parallel.dispatcher.costs import Links
+
+_AT = "parallel.context_exchange"
+
+
+def heads(cfg: Config) -> tuple[int, int]:
+    """Query heads, and key-value heads of grouped or latent attention."""
+    a = cfg.model.attention
+    return a.heads, a.kv_heads if a.kind == "gqa" else a.heads
+
+
+def own_heads(cfg: Config) -> tuple[int, int]:
+    """`heads` of a tensor rank, of which several may have a copy of the same keys."""
+    query, key = heads(cfg)
+    return query // cfg.parallel.tensor, max(1, key // cfg.parallel.tensor)
+
+
+def copies(cfg: Config) -> int:
+    """Context ranks that have the same key-value head, if they share out heads."""
+    return max(1, cfg.parallel.context // own_heads(cfg)[1])
+
+
+class Exchange:
+    """An exchange, by which R context ranks see what the others have."""
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Problems of a configuration with it; repairs `cfg` on the way."""
+        return iter(())
+
+    def sent(self, cfg: Config, machine: Machine) -> Links:
+        """Bytes that a rank sends, by NVLink and network, in one forward pass."""
+        raise NotImplementedError
+
+    def saved(self, cfg: Config) -> int:
+        """Bytes that a forward pass saves more than that of one rank."""
+        raise NotImplementedError
+
+    def backward(self, cfg: Config) -> int:
+        """Bytes of gradients at once."""
+        raise NotImplementedError
+
+
+class _Keys(Exchange):
+    """Keys and values of whole sequences on each rank."""
+
+    def sent(self, cfg: Config, machine: Machine) -> Links:
+        """All of them are at the rate of the network if context ranks are on several nodes."""
+        p = cfg.parallel
+        # A rank has the heads of all its tensor ranks' tokens.
+        sent = float((p.context - 1) * _key_bytes(cfg))
+        inside = p.tensor * p.context <= machine.node_gpus
+        return Links(sent, 0.0) if inside else Links(0.0, sent)
+
+    def saved(self, cfg: Config) -> int:
+        """Gathered keys and values in place of own ones; results of chunks beside the whole."""
+        return (cfg.parallel.context - 1) * _key_bytes(cfg) + _out_bytes(cfg)
+
+    def backward(self, cfg: Config) -> int:
+        """Gradients of a chunk's keys and values, in fp32 before, and their sums over chunks."""
+        return 5 * cfg.parallel.context * _key_bytes(cfg)
+
+
+class _Heads(Exchange):
+    """Some of the heads of whole sequences on each rank."""
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        p, k = cfg.parallel, cfg.kernels
+        query, key = own_heads(cfg)
+
+        def possible(ranks: int) -> bool:
+            return query % ranks == 0 and (key % ranks == 0 or ranks % key == 0)
+
+        if not possible(p.context):
+            a, over = cfg.model.attention, f" over tensor={p.tensor}" * (p.tensor > 1)
+            names = f"model.attention.heads={a.heads}"
+            names += f" and kv_heads={a.kv_heads}" * (a.kind == "gqa") + over
+            fits = [n for n in range(1, p.context) if p.context % n == 0 and possible(n)]
+            yield repair(cfg, "parallel.context", f"cannot share out {names} ({_AT})", fits[-1])
+        if attention_backend(k.attention).layer:
+            reason = f"has an exchange of its own, and {_AT}=heads"
+            yield repair(cfg, "kernels.attention", reason, "auto")
+
+    def sent(self, cfg: Config, machine: Machine) -> Links:
+        """Queries, keys and values of other ranks' heads, and results of other ranks' tokens."""
+        p, a = cfg.parallel, cfg.model.attention
+        key, _ = head_dims(a)
+        sent = width(cfg) * a.heads * key + copies(cfg) * _key_bytes(cfg) + _out_bytes(cfg)
+        # Neighbouring context ranks are `parallel.tensor` ranks apart.
+        near = min(p.context, max(1, machine.node_gpus // p.tensor))
+        return Links(sent * (near - 1) / p.context, sent * (p.context - near) / p.context)
+
+    def saved(self, cfg: Config) -> int:
+        """Copies of keys and values, and results before and after the exchange."""
+        return (copies(cfg) - 1) * _key_bytes(cfg) + _out_bytes(cfg)
+
+    def backward(self, cfg: Config) -> int:
+        """Gradients on both sides of the exchange, and in fp32 before."""
+        a, element = cfg.model.attention, width(cfg)
+        queries = a.heads * head_dims(a)[0] * element
+        return 3 * (queries + copies(cfg) * _key_bytes(cfg)) + 2 * _out_bytes(cfg)
+
+
+KEYS, HEADS = _Keys(), _Heads()
+
+
+def _key_bytes(cfg: Config) -> int:
+    return heads(cfg)[1] * sum(head_dims(cfg.model.attention)) * width(cfg)
+
+
+def _out_bytes(cfg: Config) -> int:
+    a = cfg.model.attention
+    return a.heads * head_dims(a)[1] * width(cfg)
