@@ -65,7 +65,7 @@ def optimizer_shards(cfg: Config, world: int) -> tuple[int, int]:
 
 
 def key_ranks(p: ParallelConfig) -> int:
-    """Ranks of which each attends to gathered keys with its part of a sequence; 1: with all of it."""
+    """Ranks with a part of the queries each; 1: kernels of attention have whole sequences."""
     return 1 if CONTEXT_EXCHANGES[p.context_exchange].whole else p.context
 
 

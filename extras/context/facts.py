@@ -18,15 +18,15 @@ _AT = "parallel.context_exchange"
 
 
 def heads(cfg: Config) -> tuple[int, int]:
-    """Query heads, and key-value heads of grouped or latent attention."""
+    """Query heads, and key-value heads with those of which several tensor ranks have copies."""
     a = cfg.model.attention
-    return a.heads, a.kv_heads if a.kind == "gqa" else a.heads
+    return a.heads, max(a.kv_heads, cfg.parallel.tensor) if a.kind == "gqa" else a.heads
 
 
 def own_heads(cfg: Config) -> tuple[int, int]:
-    """`heads` of a tensor rank, of which several may have a copy of the same keys."""
+    """`heads` of a tensor rank."""
     query, key = heads(cfg)
-    return query // cfg.parallel.tensor, max(1, key // cfg.parallel.tensor)
+    return query // cfg.parallel.tensor, key // cfg.parallel.tensor
 
 
 def copies(cfg: Config) -> int:
@@ -70,8 +70,9 @@ class _Keys(Exchange):
         return (cfg.parallel.context - 1) * _key_bytes(cfg) + _out_bytes(cfg)
 
     def backward(self, cfg: Config) -> int:
-        """Gradients of a chunk's keys and values, in fp32 before, and their sums over chunks."""
-        return 5 * cfg.parallel.context * _key_bytes(cfg)
+        """Gradients of gathered keys and values: of a chunk, in fp32 before, or three in sum."""
+        queries, out = _query_bytes(cfg), _out_bytes(cfg)
+        return 3 * cfg.parallel.context * _key_bytes(cfg) + queries + out
 
 
 class _Heads(Exchange):
@@ -96,9 +97,8 @@ class _Heads(Exchange):
 
     def sent(self, cfg: Config, machine: Machine) -> Links:
         """Queries, keys and values of other ranks' heads, and results of other ranks' tokens."""
-        p, a = cfg.parallel, cfg.model.attention
-        key, _ = head_dims(a)
-        sent = width(cfg) * a.heads * key + copies(cfg) * _key_bytes(cfg) + _out_bytes(cfg)
+        p = cfg.parallel
+        sent = _query_bytes(cfg) + copies(cfg) * _key_bytes(cfg) + _out_bytes(cfg)
         # Neighbouring context ranks are `parallel.tensor` ranks apart.
         near = min(p.context, max(1, machine.node_gpus // p.tensor))
         return Links(sent * (near - 1) / p.context, sent * (p.context - near) / p.context)
@@ -109,9 +109,8 @@ class _Heads(Exchange):
 
     def backward(self, cfg: Config) -> int:
         """Gradients on both sides of the exchange, and in fp32 before."""
-        a, element = cfg.model.attention, width(cfg)
-        queries = a.heads * head_dims(a)[0] * element
-        return 3 * (queries + copies(cfg) * _key_bytes(cfg)) + 2 * _out_bytes(cfg)
+        exchanged = _query_bytes(cfg) + copies(cfg) * _key_bytes(cfg)
+        return 3 * exchanged + 2 * _out_bytes(cfg)
 
 
 KEYS, HEADS = _Keys(), _Heads()
@@ -119,6 +118,11 @@ KEYS, HEADS = _Keys(), _Heads()
 
 def _key_bytes(cfg: Config) -> int:
     return heads(cfg)[1] * sum(head_dims(cfg.model.attention)) * width(cfg)
+
+
+def _query_bytes(cfg: Config) -> int:
+    a = cfg.model.attention
+    return a.heads * head_dims(a)[0] * width(cfg)
 
 
 def _out_bytes(cfg: Config) -> int:

@@ -15,6 +15,7 @@ from phalanx.moe.plan.cost.step_time import step_time
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_CHUNKS, _MOST_MICRO_BATCH = 8, 8, 8, 4
 _MOST_EXPERT_NODES = 8  # nodes of an expert-parallel group
+_TOKENS = 32768  # of a sequence on a rank, which is seldom fewer where that takes many ranks
 
 
 class Layout(NamedTuple):
@@ -58,8 +59,9 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
     `parallel.dispatch` of `cfg` counts if it is not `auto`.
     """
     e, batch = cfg.model.moe, cfg.data.global_batch
+    most_context = max(_MOST_CONTEXT, cfg.data.sequence_length // _TOKENS)
     for tensor in _powers(math.gcd(world, min(_MOST_TENSOR, node_gpus))):
-        for context in _powers(math.gcd(world // tensor, _MOST_CONTEXT)):
+        for context in _powers(math.gcd(world // tensor, most_context)):
             for pipeline in _powers(world // (tensor * context)):
                 if pipeline > cfg.model.layers:
                     break

@@ -12,7 +12,7 @@ from phalanx.configs.arithmetic.layers import expert_hidden
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import multiplies_fp8, resident_layers
 from phalanx.configs.knobs import changed
-from phalanx.configs.layout import document_places, may_be_uneven
+from phalanx.configs.layout import document_places, key_ranks, may_be_uneven
 from phalanx.configs.remembered import STEP, remembered
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
@@ -153,7 +153,9 @@ def _document_scratch(cfg: Config) -> int:
     else:
         shared = 2 * a.kv_heads if a.kv_heads < a.heads else 0
         channels = (a.heads + shared) * a.head_dim
-    return document_places(d) * d.micro_batch * 128 * 4 * channels // cfg.parallel.tensor
+    p = cfg.parallel
+    ranks = p.tensor * p.context // key_ranks(p)  # that share out heads
+    return document_places(d) * d.micro_batch * 128 * 4 * channels // ranks
 
 
 def _backward(layers: frozenset[LayerMemory], head: LayerMemory) -> int:

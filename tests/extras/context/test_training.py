@@ -1,4 +1,4 @@
-"""Runs whose context ranks share out heads: those of one rank, with packed documents and without."""
+"""Runs whose context ranks share out heads are those of one rank, with documents and without."""
 
 from pathlib import Path
 
