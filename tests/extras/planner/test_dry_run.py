@@ -48,6 +48,7 @@ from tests.support.additions import COUNTING_TRANSPORTS
 WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
 WORLDS |= {"qwen3_235b_64gpu": 64, "mixtral_8x22b_64gpu": 64, "kimi_k2_256gpu": 256}
 WORLDS |= {"glm_4_5_128gpu": 128, "glm_4_5_air_32gpu": 32, "minimax_m2_64gpu": 64}
+WORLDS |= {"qwen3_30b_1m_32gpu": 32}
 WORLDS |= {"qwen3_next_16gpu": 16, "deepseek_v3_phases_256gpu": 256}
 
 
