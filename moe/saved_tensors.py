@@ -177,7 +177,6 @@ def attention_backward(cfg: Config, counts: TokenCounts) -> int:
 
 def _exchange(cfg: Config) -> Any:
     """The `extras.context.facts.Exchange` of ranks that share sequences, or None."""
-    own = attention_backend(cfg.kernels.attention).layer  # passes keys on
-    if cfg.parallel.context == 1 or own:
-        return None
+    if cfg.parallel.context == 1 or attention_backend(cfg.kernels.attention).layer:
+        return None  # another library's layer passes keys on, and keeps its own
     return resolve_name(CONTEXT_EXCHANGES[cfg.parallel.context_exchange].facts)

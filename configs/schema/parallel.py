@@ -33,11 +33,8 @@ class ParallelConfig:
     """Context-parallel size: the number of ranks that share a sequence; in linear attention they
     share out key and value heads."""
     context_exchange: str = knob("keys", choices=CONTEXT_EXCHANGES)
-    """What context ranks exchange for core attention (docs/long_context.md).
-
-    `keys` gathers all keys and values on each rank; `heads` gives a rank some of the heads of whole
-    sequences, which also balances documents (`data.document_mask`).
-    """
+    """What context ranks exchange for core attention: `keys` gathers keys and values of whole
+    sequences on each rank, `heads` gives each some of the heads of them (docs/long_context.md)."""
     expert: int = 0
     """Expert-parallel size: the number of ranks that the experts of a layer are spread over.
 

@@ -62,18 +62,13 @@ class ContextExchange:
 
     layer: str  # `moe.model.attention.CoreAttention` of a rank
     facts: str  # an `extras.context.facts.Exchange`: rules, bytes
-    whole: bool = False  # kernels of attention have whole sequences
+    whole: bool  # kernels of attention have whole sequences
 
 
+_AT = "phalanx.extras.context"
 CONTEXT_EXCHANGES = {
-    "keys": ContextExchange(
-        layer="phalanx.extras.context.keys:GatheredKeys", facts="phalanx.extras.context.facts:KEYS"
-    ),
-    "heads": ContextExchange(
-        layer="phalanx.extras.context.heads:SharedHeads",
-        facts="phalanx.extras.context.facts:HEADS",
-        whole=True,
-    ),
+    "keys": ContextExchange(f"{_AT}.keys:GatheredKeys", f"{_AT}.facts:KEYS", whole=False),
+    "heads": ContextExchange(f"{_AT}.heads:SharedHeads", f"{_AT}.facts:HEADS", whole=True),
 }
 """Entries of `parallel.context_exchange`."""
 

@@ -9,12 +9,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.kernels.core_attention import sinks
+from phalanx.kernels.core_attention.max_logit import raise_max_logits
 from phalanx.moe.model.attention import (
     CoreAttention,
     attend_in_context,
-    record_max_logit,
     window_of,
 )
+from phalanx.moe.model.max_logits import active_max_logit
 
 
 class SinkAttention(CoreAttention):
@@ -66,6 +67,13 @@ def core_attention() -> Any:
             return attend_in_context(attend, query, key, value)
 
     return TEAttention
+
+
+def record_max_logit(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
+    """Record the largest logits of whole sequences, which the library's kernels do not return."""
+    if (top := active_max_logit(core)) is not None:
+        q, k = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd))
+        raise_max_logits(top, q, k, scale=core.scale, window=core.window)
 
 
 def norm() -> Any:

@@ -41,7 +41,7 @@ from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.latent import keys_values
-from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
+from phalanx.kernels.core_attention.max_logit import MaxLogit
 from phalanx.kernels.core_attention.rope import rope_
 from phalanx.moe.model.max_logits import active_max_logit
 from phalanx.moe.model.packed import Packed
@@ -179,13 +179,6 @@ def window_of(config: TransformerConfig, layer_number: int) -> int:
     return config.window_size[0] + 1 if windowed and config.window_size else 0
 
 
-def record_max_logit(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
-    """Record the largest logits of whole sequences, for a core attention of another library."""
-    if (top := active_max_logit(core)) is not None:
-        q, k = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd))
-        raise_max_logits(top, q, k, scale=core.scale, window=core.window)
-
-
 def attend_in_context(
     attend: Callable[..., torch.Tensor],
     query: torch.Tensor,
@@ -303,13 +296,9 @@ class LatentAttention(MLASelfAttention):
         return up_Hmr.split([c.qk_head_dim, c.v_head_dim], 1)
 
 
-def core_attention(backend: str, *, whole_with_sinks: bool = False, exchange: str = "") -> Any:
-    """The core attention module of a layer spec.
-
-    `whole_with_sinks`: attention has sinks, and sequences are not split over ranks, as they are
-    with an `exchange`, an entry of `CONTEXT_EXCHANGES`.
-    """
+def core_attention(backend: str, sinks: bool = False, exchange: str = "") -> Any:
+    """The core attention module of a layer spec; `exchange`: of ranks that share sequences."""
     if path := ATTENTION_BACKENDS[backend].layer:
-        return resolve_name(path)(whole_with_sinks)
+        return resolve_name(path)(sinks and not exchange)
     module = resolve_name(CONTEXT_EXCHANGES[exchange].layer) if exchange else CoreAttention
     return ModuleSpec(module=module, params={"backend": backend})

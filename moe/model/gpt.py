@@ -249,11 +249,8 @@ def _layer(
     sub.input_layernorm = sub.pre_mlp_layernorm = norm_class(backends.norm, residual=True)
     attention = sub.self_attention.submodules
     attention.linear_proj = OutputProjection
-    whole = config.context_parallel_size == 1
-    exchange = "" if whole else cfg.parallel.context_exchange
-    attention.core_attention = core_attention(
-        backends.attention, whole_with_sinks=whole and m.attention.sinks, exchange=exchange
-    )
+    exchange = cfg.parallel.context_exchange if config.context_parallel_size > 1 else ""
+    attention.core_attention = core_attention(backends.attention, m.attention.sinks, exchange)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, norm)

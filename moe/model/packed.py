@@ -33,8 +33,7 @@ class Packed(PackedSeqParams):
     last_T: Any = None
     """bool, last tokens of pieces, for `parallel.megatron.patches.shift_within_documents`."""
 
-    of_chunks: dict[Any, Documents] = field(default_factory=dict)
-    """Documents of parts of sequences, shared by all layers (`extras.context.keys`)."""
+    of_chunks: dict[Any, Documents] = field(default_factory=dict)  # of `extras.context.keys`
 
     def angles(self, freqs_S11F: Tensor) -> Tensor:
         """Rotary angles [T, 1, 1, F] of the tokens, from those of all positions of a sequence."""

@@ -62,6 +62,8 @@ EXPERIMENTS = {
     "glm_4_5_air_32gpu": 32,
     "minimax_m2_64gpu": 64,
     "qwen3_next_16gpu": 16,
+    "qwen3_30b_128k_8gpu": 8,
+    "qwen3_30b_1m_32gpu": 32,
 }
 
 

@@ -186,7 +186,6 @@ def keys_traffic(cfg: Config, machine: Machine) -> Links:
     p = cfg.parallel
     if p.context == 1:
         return Links(0.0, 0.0)
-    facts = resolve_name(CONTEXT_EXCHANGES[p.context_exchange].facts)
-    sent = facts.sent(cfg, machine)
+    sent = resolve_name(CONTEXT_EXCHANGES[p.context_exchange].facts).sent(cfg, machine)
     passes = 3 if {"full", "attention"} & set(cfg.run.recompute) else 2
     return Links(passes * sent.near, passes * sent.far)

@@ -287,13 +287,14 @@ def test_groups_are_those_of_megatron(name: str) -> None:
     world, cfg = WORLDS[name], load([f"experiment={name}"])
     text = section(GROUPS, f"experiment={name}", world=world)
     p = cfg.parallel
-    data = world // (p.tensor * p.pipeline)
+    data, context = world // (p.tensor * p.context * p.pipeline), p.context
     order = "tp-cp-ep-dp-pp"  # of parallel_state.initialize_model_parallel
-    dense = RankGenerator(tp=p.tensor, ep=1, dp=data, pp=p.pipeline, cp=1, order=order)
+    dense = RankGenerator(tp=p.tensor, ep=1, dp=data, pp=p.pipeline, cp=context, order=order)
     copies = world // (p.pipeline * p.expert)
     sparse = RankGenerator(tp=1, ep=p.expert, dp=copies, pp=p.pipeline, cp=1, order=order)
     expected = {
         "tensor": dense.get_ranks("tp")[0],
+        **({"context": dense.get_ranks("cp")[0]} if context > 1 else {}),
         "data": dense.get_ranks("dp")[0],
         "pipeline": dense.get_ranks("pp")[0],
         "expert": sparse.get_ranks("ep")[0],
