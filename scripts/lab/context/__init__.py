@@ -1,0 +1,1 @@
+"""Context parallelism: balance of documents over ranks, and exchanges beside ring attention."""
