@@ -17,9 +17,9 @@ from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_o
 from phalanx.configs.arithmetic.stages import balanced, layer_seconds
 from phalanx.configs.knobs import changed, copied, get, pluralize, repair
 from phalanx.configs.remembered import STAGES, remembered
-from phalanx.configs.schema import Config, DataConfig, OptimConfig, ParallelConfig
-from phalanx.configs.tables.backends import expert_backend
-from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES, ZERO3
+from phalanx.configs.schema import Config, DataConfig, OptimConfig
+from phalanx.configs.tables.backends import attention_backend, expert_backend
+from phalanx.configs.tables.capabilities import CHOSEN_EXCHANGE, CONTEXT_EXCHANGES, ZERO3
 from phalanx.configs.tables.transports import (
     MAX_REPLICATED_EXPERTS,
     MAX_REPLICATION_RANKS,
@@ -64,9 +64,15 @@ def optimizer_shards(cfg: Config, world: int) -> tuple[int, int]:
     return replicas(cfg, world) if cfg.parallel.distributed_optimizer else (1, 1)
 
 
-def key_ranks(p: ParallelConfig) -> int:
+def context_exchange(cfg: Config) -> str:
+    """What context ranks exchange for core attention, a key of `CONTEXT_EXCHANGES`."""
+    alone = cfg.parallel.context == 1 or attention_backend(cfg.kernels.attention).layer
+    return "keys" if alone else str(resolve_name(CHOSEN_EXCHANGE)(cfg))
+
+
+def key_ranks(cfg: Config) -> int:
     """Ranks with a part of the queries each; 1: kernels of attention have whole sequences."""
-    return 1 if CONTEXT_EXCHANGES[p.context_exchange].whole else p.context
+    return 1 if CONTEXT_EXCHANGES[context_exchange(cfg)].whole else cfg.parallel.context
 
 
 def micro_batches(cfg: Config, world: int) -> int:
@@ -275,8 +281,6 @@ def _shared_heads(cfg: Config, ranks: int) -> Iterator[str]:
         fits = math.gcd(ranks, *(heads // p.tensor for heads in cut.values()))
         reason = f"x tensor={p.tensor} does not divide {', '.join(wrong)}"
         yield repair(cfg, "parallel.context", reason, largest_divisor(fits, p.context))
-    if p.context > 1:
-        yield from resolve_name(CONTEXT_EXCHANGES[p.context_exchange].facts).problems(cfg)
 
 
 def _fewer_stages(cfg: Config, ranks: int) -> int:

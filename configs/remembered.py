@@ -23,7 +23,7 @@ GROUPS = (
     *("data.micro_batch", "parallel.tensor", "parallel.context", "parallel.expert"),
     *("parallel.expert_replication", "parallel.capacity_factor", "run.device", "run.machine"),
     *("parallel.dispatch", "parallel.save_x", "parallel.comm_sms"),
-    *("parallel.overlap_microbatches", "parallel.context_exchange"),
+    *("parallel.overlap_microbatches", "data.document_mask"),
 )
 """Knobs on which ranks and their exchanges depend besides."""
 LAYERS = (

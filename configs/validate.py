@@ -357,9 +357,9 @@ def _documents(cfg: Config) -> Iterator[str]:
         )
         yield repair(cfg, "data.micro_batch", reason, 1)
     attention = attention_backend(cfg.kernels.attention)
-    if attention.documents and not attention.documents_over_ranks and key_ranks(cfg.parallel) > 1:
-        reason = f"has no documents in sequences that ranks share ({path}=true, parallel.context) "
-        reason += "but for parallel.context_exchange=heads"
+    if attention.documents and not attention.documents_over_ranks and key_ranks(cfg) > 1:
+        reason = f"has no documents in sequences that ranks share ({path}=true, parallel.context)"
+        reason += ", unless they can share out heads"
         yield repair(cfg, "kernels.attention", reason, "auto")
     if not attention.documents:
         reason = f"has no documents that end inside a sequence ({path}=true)"

@@ -47,7 +47,7 @@ def te_attention(facts: Facts) -> Refusal:
     if facts.documents:
         return "has no documents that end inside a sequence here (data.document_mask)"
     if facts.shares_heads:
-        return "passes keys and values on, and shares out no heads (parallel.context_exchange)"
+        return "shares out no heads, as ranks do here that share a sequence (parallel.context)"
     if facts.max_logits and facts.context > 1:
         return "splits sequences where largest logits are not measured (optim.max_logit_every)"
     return None if facts.dtype == torch.bfloat16 else f"needs bf16, not {short(facts.dtype)}"
@@ -70,7 +70,7 @@ def fa4(facts: Facts) -> Refusal:
     if facts.head_dim and (why := unsupported_heads(facts.head_dim, facts.v_dim)):
         return why
     if facts.documents and facts.context > 1:
-        return "has no documents in sequences whose keys are gathered (parallel.context_exchange)"
+        return "has no documents in sequences whose keys ranks gather (parallel.context)"
     if "flash_attn_4" not in facts.packages:
         return f"needs flash-attn-4: pip install {FLASH_ATTN}"
     return None

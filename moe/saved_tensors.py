@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.configs.arithmetic.layers import expert_hidden
 from phalanx.configs.formats import fp8_row, is_fp8, width
+from phalanx.configs.layout import context_exchange
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.activations import ACTIVATIONS
 from phalanx.configs.tables.backends import attention_backend, expert_backend, norm_backend
@@ -179,4 +180,4 @@ def _exchange(cfg: Config) -> Any:
     """The `extras.context.facts.Exchange` of ranks that share sequences, or None."""
     if cfg.parallel.context == 1 or attention_backend(cfg.kernels.attention).layer:
         return None  # another library's layer passes keys on, and keeps its own
-    return resolve_name(CONTEXT_EXCHANGES[cfg.parallel.context_exchange].facts)
+    return resolve_name(CONTEXT_EXCHANGES[context_exchange(cfg)].facts)

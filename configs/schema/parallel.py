@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from phalanx.configs.fields import knob
-from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES, ZERO3
+from phalanx.configs.tables.capabilities import ZERO3
 from phalanx.configs.tables.transports import TRANSPORTS
 
 
@@ -30,11 +30,8 @@ class ParallelConfig:
     stage.
     """
     context: int = knob(1, at_least=1)
-    """Context-parallel size: the number of ranks that share a sequence; in linear attention they
-    share out key and value heads."""
-    context_exchange: str = knob("keys", choices=CONTEXT_EXCHANGES)
-    """What context ranks exchange for core attention: `keys` gathers keys and values of whole
-    sequences on each rank, `heads` gives each some of the heads of them (docs/long_context.md)."""
+    """Context-parallel size: the number of ranks that share a sequence (docs/long_context.md); in
+    linear attention they share out key and value heads."""
     expert: int = 0
     """Expert-parallel size: the number of ranks that the experts of a layer are spread over.
 

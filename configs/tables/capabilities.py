@@ -70,7 +70,8 @@ CONTEXT_EXCHANGES = {
     "keys": ContextExchange(f"{_AT}.keys:GatheredKeys", f"{_AT}.facts:KEYS", whole=False),
     "heads": ContextExchange(f"{_AT}.heads:SharedHeads", f"{_AT}.facts:HEADS", whole=True),
 }
-"""Entries of `parallel.context_exchange`."""
+"""Exchanges of core attention by name; `CHOSEN_EXCHANGE(cfg)` is the name of one."""
+CHOSEN_EXCHANGE = f"{_AT}.facts:chosen"
 
 
 PHASES = {

@@ -4,17 +4,11 @@ It imports neither torch nor Megatron-Core. Bytes are per token of a rank and la
 attention, before tensor ranks share them out.
 """
 
-from collections.abc import Iterator
-
 from phalanx.configs.arithmetic.attention import head_dims
 from phalanx.configs.formats import width
-from phalanx.configs.knobs import repair
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import attention_backend
 from phalanx.configs.tables.machines import Machine
 from phalanx.parallel.dispatcher.costs import Links
-
-_AT = "parallel.context_exchange"
 
 
 def heads(cfg: Config) -> tuple[int, int]:
@@ -26,7 +20,7 @@ def heads(cfg: Config) -> tuple[int, int]:
 def own_heads(cfg: Config) -> tuple[int, int]:
     """`heads` of a tensor rank."""
     query, key = heads(cfg)
-    return query // cfg.parallel.tensor, key // cfg.parallel.tensor
+    return query // cfg.parallel.tensor, max(1, key // cfg.parallel.tensor)
 
 
 def copies(cfg: Config) -> int:
@@ -34,15 +28,25 @@ def copies(cfg: Config) -> int:
     return max(1, cfg.parallel.context // own_heads(cfg)[1])
 
 
+def chosen(cfg: Config) -> str:
+    """`heads`, where documents would be uneven or fewer bytes are exchanged, if it can be."""
+    query, key = own_heads(cfg)
+    ranks = cfg.parallel.context
+    if query % ranks or (key % ranks and ranks % key):
+        return "keys"
+    fewer = HEADS.bytes_sent(cfg) < KEYS.bytes_sent(cfg)
+    return "heads" if cfg.data.document_mask or fewer else "keys"
+
+
 class Exchange:
     """An exchange, by which R context ranks see what the others have."""
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """Problems of a configuration with it; repairs `cfg` on the way."""
-        return iter(())
+    def bytes_sent(self, cfg: Config) -> float:
+        """Bytes that a rank sends in one forward pass."""
+        raise NotImplementedError
 
     def sent(self, cfg: Config, machine: Machine) -> Links:
-        """Bytes that a rank sends, by NVLink and network, in one forward pass."""
+        """The same by NVLink and network."""
         raise NotImplementedError
 
     def saved(self, cfg: Config) -> int:
@@ -57,11 +61,13 @@ class Exchange:
 class _Keys(Exchange):
     """Keys and values of whole sequences on each rank."""
 
+    def bytes_sent(self, cfg: Config) -> float:
+        # A rank has the heads of all its tensor ranks' tokens.
+        return float((cfg.parallel.context - 1) * _key_bytes(cfg))
+
     def sent(self, cfg: Config, machine: Machine) -> Links:
         """All of them are at the rate of the network if context ranks are on several nodes."""
-        p = cfg.parallel
-        # A rank has the heads of all its tensor ranks' tokens.
-        sent = float((p.context - 1) * _key_bytes(cfg))
+        p, sent = cfg.parallel, self.bytes_sent(cfg)
         inside = p.tensor * p.context <= machine.node_gpus
         return Links(sent, 0.0) if inside else Links(0.0, sent)
 
@@ -78,30 +84,17 @@ class _Keys(Exchange):
 class _Heads(Exchange):
     """Some of the heads of whole sequences on each rank."""
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        p, k = cfg.parallel, cfg.kernels
-        query, key = own_heads(cfg)
-
-        def possible(ranks: int) -> bool:
-            return query % ranks == 0 and (key % ranks == 0 or ranks % key == 0)
-
-        if not possible(p.context):
-            a, over = cfg.model.attention, f" over tensor={p.tensor}" * (p.tensor > 1)
-            names = f"model.attention.heads={a.heads}"
-            names += f" and kv_heads={a.kv_heads}" * (a.kind == "gqa") + over
-            fits = [n for n in range(1, p.context) if p.context % n == 0 and possible(n)]
-            yield repair(cfg, "parallel.context", f"cannot share out {names} ({_AT})", fits[-1])
-        if attention_backend(k.attention).layer:
-            reason = f"has an exchange of its own, and {_AT}=heads"
-            yield repair(cfg, "kernels.attention", reason, "auto")
+    def bytes_sent(self, cfg: Config) -> float:
+        """Queries, keys and values of other ranks' heads, and results of other ranks' tokens."""
+        there = _query_bytes(cfg) + copies(cfg) * _key_bytes(cfg) + _out_bytes(cfg)
+        return there * (1 - 1 / cfg.parallel.context)
 
     def sent(self, cfg: Config, machine: Machine) -> Links:
-        """Queries, keys and values of other ranks' heads, and results of other ranks' tokens."""
         p = cfg.parallel
-        sent = _query_bytes(cfg) + copies(cfg) * _key_bytes(cfg) + _out_bytes(cfg)
+        each = self.bytes_sent(cfg) / (p.context - 1)  # to each of the other ranks
         # Neighbouring context ranks are `parallel.tensor` ranks apart.
         near = min(p.context, max(1, machine.node_gpus // p.tensor))
-        return Links(sent * (near - 1) / p.context, sent * (p.context - near) / p.context)
+        return Links(each * (near - 1), each * (p.context - near))
 
     def saved(self, cfg: Config) -> int:
         """Copies of keys and values, and results before and after the exchange."""

@@ -2,8 +2,8 @@
 
 One class serves grouped queries, latent attention (values narrower than keys), layers with and
 without a sliding window, and learnable sinks, with the parameter name and checkpoint layout of
-Megatron-Core and Transformer Engine. Ranks that share sequences exchange what
-`parallel.context_exchange` says (`extras.context`).
+Megatron-Core and Transformer Engine. Ranks that share sequences have a subclass
+(`extras.context`).
 
 Shape legend: S positions of this rank, T keys, B batch, H query heads, G key-value heads,
 d channels of query and key, v channels of value.

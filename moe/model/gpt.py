@@ -28,6 +28,7 @@ from torch import Tensor
 
 from phalanx.configs.arithmetic.layers import is_dense, mixer, of_variants
 from phalanx.configs.formats import is_resident
+from phalanx.configs.layout import context_exchange
 from phalanx.configs.schema import AttentionConfig, Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.layers import MIXERS
@@ -249,7 +250,7 @@ def _layer(
     sub.input_layernorm = sub.pre_mlp_layernorm = norm_class(backends.norm, residual=True)
     attention = sub.self_attention.submodules
     attention.linear_proj = OutputProjection
-    exchange = cfg.parallel.context_exchange if config.context_parallel_size > 1 else ""
+    exchange = context_exchange(cfg) if config.context_parallel_size > 1 else ""
     attention.core_attention = core_attention(backends.attention, m.attention.sinks, exchange)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):

@@ -88,8 +88,8 @@ def facts(
         v_dim=value,
         norms=_norms(cfg),
         documents=cfg.data.document_mask,
-        context=key_ranks(cfg.parallel),
-        shares_heads=key_ranks(cfg.parallel) < cfg.parallel.context,
+        context=key_ranks(cfg),
+        shares_heads=key_ranks(cfg) < cfg.parallel.context,
         max_logits=logit_interval(cfg.optim) > 0,
         **machine,
     )
@@ -158,7 +158,7 @@ def _chosen(op: str, wanted: str, backends: Mapping[str, Implementation], facts:
 
 def _group(cfg: Config) -> int:
     a, p = cfg.model.attention, cfg.parallel
-    ranks = p.tensor * p.context // key_ranks(p)
+    ranks = p.tensor * p.context // key_ranks(cfg)
     if a.kind == "mla":
         return 1
     # With more ranks than key-value heads, ranks that share one divide its query heads.
@@ -173,7 +173,7 @@ def _attention_layers(m: ModelConfig) -> list[int]:
 
 def _windows(cfg: Config) -> set[bool]:
     """Whether a window hides keys; both answers where layers or chunks of a sequence differ."""
-    a, ranks = cfg.model.attention, key_ranks(cfg.parallel)
+    a, ranks = cfg.model.attention, key_ranks(cfg)
     tokens, _ = model_input(cfg.data)
     first_chunk = tokens if ranks == 1 else tokens // (2 * ranks)
     return {

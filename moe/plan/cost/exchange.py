@@ -2,8 +2,9 @@
 
 A mixer without core attention has some of the heads over full sequences between its projections:
 an all-to-all from tokens to heads, and back (`parallel.context`). Core attention exchanges what
-`parallel.context_exchange` says. Tensor ranks gather the tokens in front of attention, dense MLPs
-and shared experts, and add up their results. Computation hides exchanges of expert tokens alone.
+`configs.layout.context_exchange` says. Tensor ranks gather the tokens in front of attention, dense
+MLPs and shared experts, and add up their results. Computation hides exchanges of expert tokens
+alone.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from phalanx.configs.arithmetic.layers import mixer_of
 from phalanx.configs.formats import width
-from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.layout import context_exchange, expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES
@@ -186,6 +187,6 @@ def keys_traffic(cfg: Config, machine: Machine) -> Links:
     p = cfg.parallel
     if p.context == 1:
         return Links(0.0, 0.0)
-    sent = resolve_name(CONTEXT_EXCHANGES[p.context_exchange].facts).sent(cfg, machine)
+    sent = resolve_name(CONTEXT_EXCHANGES[context_exchange(cfg)].facts).sent(cfg, machine)
     passes = 3 if {"full", "attention"} & set(cfg.run.recompute) else 2
     return Links(passes * sent.near, passes * sent.far)

@@ -154,7 +154,7 @@ def _document_scratch(cfg: Config) -> int:
         shared = 2 * a.kv_heads if a.kv_heads < a.heads else 0
         channels = (a.heads + shared) * a.head_dim
     p = cfg.parallel
-    ranks = p.tensor * p.context // key_ranks(p)  # that share out heads
+    ranks = p.tensor * p.context // key_ranks(cfg)  # that share out heads
     return document_places(d) * d.micro_batch * 128 * 4 * channels // ranks
 
 

@@ -8,9 +8,9 @@ and 1.00 is even. Splits of a sequence over R ranks:
 
     contiguous    rank r has the r-th part of the tokens
     zigzag        chunks r and 2 R - 1 - r of 2 R, as Megatron-Core deals them out
-                  (parallel.context_exchange=keys)
+                  (`extras.context.keys`)
     documents     chunks r and 2 R - 1 - r of each document
-    heads         all tokens, some of the heads (parallel.context_exchange=heads)
+    heads         all tokens, some of the heads (`extras.context.heads`)
 
 Lengths of documents, which follow one another in random order and are cut at ends of sequences:
 

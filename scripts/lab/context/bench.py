@@ -10,8 +10,8 @@ the slowest rank's, the TFLOP/s of a GPU over both, and the peak of memory; resu
 each way are compared with those of `keys`. Ways:
 
     alone      the attention of `heads` without its exchange
-    keys       parallel.context_exchange=keys: all keys and values on each rank
-    heads      parallel.context_exchange=heads: some heads of whole sequences on each rank
+    keys       all keys and values on each rank (`extras.context.keys`)
+    heads      some heads of whole sequences on each rank (`extras.context.heads`)
     ring       keys and values from rank to rank (`ring`)
     te p2p     Transformer Engine's ring, and its exchange of heads, if it is installed
     te a2a

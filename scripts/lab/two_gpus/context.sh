@@ -2,7 +2,7 @@
 # Attention of Qwen3-30B-A3B whose sequences two H200s share, from the root of a checkout:
 #   bash scripts/lab/two_gpus/context.sh            32K and 128K tokens: keys, heads, ring, and Transformer Engine's if installed (~90 s)
 #   bash scripts/lab/two_gpus/context.sh documents  the same with packed documents: keys by flex, heads by fa4 (~110 s)
-#   bash scripts/lab/two_gpus/context.sh train      losses of 6 layers at 32K, documents apart: keys, heads, and one GPU (~150 s)
+#   bash scripts/lab/two_gpus/context.sh train      losses of 6 layers at 32K, documents apart: two GPUs (heads), and one (~100 s)
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$PWD:$PYTHONPATH"
 T=${OUT:-/tmp/context}; R=${R:-/tmp/context_runs}; mkdir -p $T $R; began=$(date +%s); what=${1:-ways}
@@ -33,8 +33,7 @@ case $what in
   ways) bench ways 150 ;;
   documents) bench documents 190 --documents --lengths 32768 131072 --calls 3 ;;
   train)
-    run 2 heads parallel.context=2 parallel.context_exchange=heads
-    run 2 keys parallel.context=2
+    run 2 heads parallel.context=2
     run 1 one ;;
 esac
 echo "== took $(( $(date +%s) - began )) s"

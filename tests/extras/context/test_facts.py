@@ -4,15 +4,18 @@ import itertools
 from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from phalanx.configs.knobs import changed
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.capabilities import CONTEXT_EXCHANGES
 from phalanx.configs.tables.machines import MACHINES
+from phalanx.extras.context.facts import HEADS, KEYS
 from phalanx.moe.plan.cost.exchange import keys_traffic
 from phalanx.moe.plan.cost.stages import stage_memory
 from phalanx.moe.plan.described import resolved
@@ -58,7 +61,6 @@ def _bytes(exchange: str, ranks: int) -> tuple[int, int]:
     from phalanx.moe.model import attention
     from phalanx.parallel.groups import create
 
-    attention.attention = heads.attention = lambda q, k, v, **_: _Kernel.apply(q, k, v)
     pg = create(context=ranks).pg
     fields = dict(num_attention_heads=H, num_query_groups=G, kv_channels=D, hidden_size=H * D)
     module = core(config(context_parallel_size=ranks, **fields), pg, exchange=exchange)
@@ -70,7 +72,14 @@ def _bytes(exchange: str, ranks: int) -> tuple[int, int]:
         saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        return _Kernel.apply(q, k, v)
+
+    with (
+        mock.patch.object(attention, "attention", kernel),
+        mock.patch.object(heads, "attention", kernel),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+    ):
         out = module(*local)
     saved[out.untyped_storage()._cdata] = out.untyped_storage().nbytes()
     upstream = torch.zeros_like(out)
@@ -113,20 +122,22 @@ def test_bytes_are_those_that_are_sent(exchange: str, ranks: int, near: int) -> 
     assert sent.far == pytest.approx((ranks - near) * for_one * 2)
 
 
-def test_heads_cost_a_step_less_where_keys_are_many() -> None:
+def test_heads_are_fewer_bytes_where_keys_are_many() -> None:
     """Latent attention has keys of every head: gathering them is what eight ranks send most."""
-    at = ["experiment=deepseek_v3_phases_256gpu", "run.phases=[]", "parallel.context=8"]
-    at += ["data.sequence_length=32768", "data.global_batch=1920"]
-    cfgs = [load([*at, f"parallel.context_exchange={name}"]) for name in ("keys", "heads")]
-    keys, heads = (keys_traffic(cfg, MACHINE) for cfg in cfgs)
-    assert keys.near + keys.far == pytest.approx(4 * (heads.near + heads.far))
+    cfg = load(["experiment=deepseek_v3_phases_256gpu", "parallel.context=8"])
+    assert KEYS.bytes_sent(cfg) == pytest.approx(4 * HEADS.bytes_sent(cfg))
+    traffic = keys_traffic(cfg, MACHINE)
+    assert traffic.near + traffic.far == pytest.approx(2 * HEADS.bytes_sent(cfg))
+    again = keys_traffic(changed(cfg, {"run.recompute": ["attention"]}), MACHINE)
+    assert again.near == pytest.approx(1.5 * traffic.near)
 
 
 def test_dry_runs_know_the_exchange() -> None:
+    """Documents make eight ranks share out heads, of which two have the same keys."""
     at = ["experiment=qwen3_30b_8gpu", "parallel.context=8", "data.sequence_length=131072"]
-    found = []
-    for name in ("keys", "heads"):
-        cfg = resolved(load([*at, f"parallel.context_exchange={name}"]), 8, 8)
-        found.append(stage_memory(cfg, 8)[0].saved)
+    keys, heads = (
+        stage_memory(resolved(load([*at, f"data.document_mask={mask}"]), 8, 8), 8)[0].saved
+        for mask in ("false", "true")
+    )
     tokens, layers, key = 131072 // 8, 48, 2 * 4 * 128 * 2
-    assert found[0] - found[1] == tokens * layers * (7 * key - key)
+    assert keys - heads == tokens * layers * (7 * key - key)

@@ -1,9 +1,11 @@
-"""Rules of `parallel.context_exchange`."""
+"""Rules of context ranks, and which exchange they take."""
 
 from pathlib import Path
 
 import pytest
 
+from phalanx.configs.layout import context_exchange
+from phalanx.configs.load import load
 from tests.configs import test_validate
 from tests.support.scheduling import slow
 
@@ -20,8 +22,30 @@ def test_problem_names_the_override_that_fixes_it(
 @pytest.mark.parametrize("cases", [50, *slow(1000)])
 def test_the_named_overrides_together_always_fix_a_configuration(cases: int) -> None:
     ranges = test_validate.RANGES | {
-        "parallel.context_exchange": ("heads",),
+        "kernels.attention": ("auto", "fa4", "te", "flex"),
         "parallel.context": (1, 2, 3, 4, 6, 8),
         "model.attention.kv_heads": (1, 2, 4),
     }
     test_validate.check_random_configurations(ranges, cases)
+
+
+QWEN3, V3 = "model=qwen3_30b_a3b", "model=deepseek_v3"
+MASK = "data.document_mask=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "exchange"),
+    [
+        ([QWEN3, "parallel.context=8"], "keys"),
+        ([QWEN3, "parallel.context=16"], "heads"),  # of fewer bytes
+        ([QWEN3, "parallel.context=8", MASK], "heads"),  # which documents leave even
+        ([QWEN3, "parallel.context=8", MASK, "parallel.tensor=8"], "keys"),  # of four heads
+        ([QWEN3, "parallel.context=8", MASK, "kernels.attention=te"], "keys"),  # a ring of its own
+        ([QWEN3, "parallel.context=3", MASK], "keys"),
+        ([V3, "parallel.context=2"], "keys"),  # as many bytes
+        ([V3, "parallel.context=4"], "heads"),
+        ([QWEN3, MASK], "keys"),  # nothing to exchange
+    ],
+)
+def test_ranks_take_the_exchange_that_suits_them(overrides: list[str], exchange: str) -> None:
+    assert context_exchange(load(overrides)) == exchange
