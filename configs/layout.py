@@ -65,7 +65,7 @@ def optimizer_shards(cfg: Config, world: int) -> tuple[int, int]:
 
 
 def context_exchange(cfg: Config) -> str:
-    """What context ranks exchange for core attention, a key of `CONTEXT_EXCHANGES`."""
+    """Key of `CONTEXT_EXCHANGES`: the exchange of context ranks for core attention."""
     alone = cfg.parallel.context == 1 or attention_backend(cfg.kernels.attention).layer
     return "keys" if alone else str(resolve_name(CHOSEN_EXCHANGE)(cfg))
 

@@ -58,7 +58,7 @@ SHARDED_WEIGHTS = "phalanx.extras.sharded_params.estimate:sharded"  # `(cfg, wor
 
 @dataclass(frozen=True)
 class ContextExchange:
-    """What ranks that share sequences exchange for core attention."""
+    """Exchange of ranks that share sequences, for core attention."""
 
     layer: str  # `moe.model.attention.CoreAttention` of a rank
     facts: str  # an `extras.context.facts.Exchange`: rules, bytes

@@ -46,7 +46,7 @@ def _context(
         documents = packed(positions()[:, mine], places=4, ranks=ranks, **more)
 
     def own(x: torch.Tensor) -> torch.Tensor:
-        """Of the whole; packed, sequences lie behind each other."""
+        """This rank's part; packed, sequences lie behind each other."""
         x = x[mine]
         return x.transpose(0, 1).reshape(1, -1, *x.shape[2:]).transpose(0, 1) if mask else x
 
@@ -106,7 +106,7 @@ def test_ranks_that_share_sequences_are_one(
 
 
 def test_documents_do_not_see_each_other() -> None:
-    """What the comparison above would not notice: masks that no rank applies."""
+    """A comparison of ranks alone would not notice masks that none of them applies."""
     (masked,), (whole,) = (
         run_distributed(_context, 1, {}, 1, 8, 8, 1, "", mask) for mask in (True, False)
     )
