@@ -106,6 +106,14 @@ def test_windows(overrides, expected):
     assert layers(GPT_OSS, *overrides) == expected
 
 
+def test_ranks_that_share_out_heads_have_groups_of_their_own():
+    """Eight ranks have copies of Qwen3's four key-value heads, and four query heads each."""
+    model = ["model=qwen3_30b_a3b", "data.document_mask=true"]
+    for ranks, group in ((2, 8), (8, 4), (16, 2)):
+        found = layers(*model, f"parallel.context={ranks}")
+        assert found == {AttentionLayer(group, 128, 128, documents=True)}
+
+
 def test_windows_of_packed_documents():
     packed = [GPT_OSS, "data.document_mask=true", "data.sequence_length=128"]
     windows = [
@@ -140,7 +148,7 @@ def test_other_implementations_have_none():
     assert keys(model, "precision=fp8_block") == keys(model, "kernels=megatron") == keys(model)
     assert keys(model, "model.attention.head_dim=80") == (set(), norms)
     assert keys(model, "model.hidden=9216") == ({AttentionLayer(8, 128, 128)}, set())
-    assert layers(model, "data.document_mask=true", "parallel.context=2") == set()
+    assert layers(model, "data.document_mask=true", "parallel.context=3") == set()
 
 
 def test_a_named_library_that_cannot_run_the_model_is_an_error():
