@@ -16,6 +16,7 @@ from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import described, is_emulated, is_fp8
 from phalanx.configs.knobs import changed, get, overrides, pluralize
 from phalanx.configs.layout import (
+    context_exchange,
     data_parallel_size,
     expert_parallel_size,
     micro_batches,
@@ -24,7 +25,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.configs.tables.backends import expert_backend
+from phalanx.configs.tables.backends import attention_backend, expert_backend
 from phalanx.configs.tables.capabilities import OVERLAP
 from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
 from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS
@@ -151,11 +152,20 @@ def _run(cfg: Config, world: int, machine: Machine, asked: Config) -> Iterator[s
         yield f"stages    {_stages(cfg, world, machine, asked.parallel.delay_wgrad)}"
     if PAIRS in (asked.parallel.delay_wgrad, cfg.parallel.delay_wgrad):
         yield f"pairs     {_pairs(cfg, world, machine)}"
+    if cfg.parallel.context > 1 and not attention_backend(cfg.kernels.attention).layer:
+        yield f"context   ranks that share a sequence exchange {_CONTEXT[context_exchange(cfg)]}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x "
         f"{pluralize(micro_batches(cfg, world), 'micro-batch')} x "
         f"{pluralize(data_parallel_size(cfg, world), 'rank')}"
     )
+
+
+_CONTEXT = {
+    "keys": "keys: each has those of whole sequences",
+    "heads": "heads: each has some of them, of whole sequences",
+}
+"""Words for an exchange of core attention (docs/long_context.md)."""
 
 
 def _copies(cfg: Config, world: int) -> str:

@@ -7,6 +7,7 @@ import pytest
 from phalanx.configs.layout import context_exchange
 from phalanx.configs.load import load
 from tests.configs import test_validate
+from tests.extras.planner.pages import page
 from tests.support.scheduling import slow
 
 PROBLEMS = test_validate.table(Path(__file__).with_name("problems.md"))
@@ -27,6 +28,13 @@ def test_the_named_overrides_together_always_fix_a_configuration(cases: int) -> 
         "model.attention.kv_heads": (1, 2, 4),
     }
     test_validate.check_random_configurations(ranges, cases)
+
+
+def test_a_dry_run_says_what_is_exchanged() -> None:
+    recipe = "experiment=qwen3_30b_128k_8gpu"
+    assert "exchange heads: each has some of them, of whole seq" in page(recipe, world=8)[0]
+    whole = ["data.document_mask=false", "data.max_documents=0"]
+    assert "exchange keys: each has those of whole sequences" in page(recipe, *whole, world=8)[0]
 
 
 QWEN3, V3 = "model=qwen3_30b_a3b", "model=deepseek_v3"
