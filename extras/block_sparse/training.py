@@ -38,7 +38,7 @@ def install(cfg: Config, engine: Engine) -> list[Choice]:
     layers = MaskedTraining(facts, cfg.run, engine).layers
     living = f"{facts.living(cfg.model)} of {facts.blocks(cfg.model)} live in the end"
     skips = any(layer.skips for layer in layers)
-    dead = "fused kernels in bf16 skip dead ones" if skips else "kernels multiply dead ones as zeros"
+    dead = "fused kernels in bf16 skip dead ones" if skips else "kernels multiply dead ones too"
     return [Choice("blocks", facts.name, f"{living}; {dead}")]
 
 
