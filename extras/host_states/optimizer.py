@@ -96,17 +96,23 @@ class HostStates(AdamW):
         for batch in self._batches:
             with self.stream.on_device(batch.job) as memory:
                 blocks = iter(memory)
-                copies = [self._copy(part, blocks) for part in batch.parts]
+                held = [(part, [next(blocks) for _ in part.states]) for part in batch.parts]
+                copies = {
+                    part: self._copy(part, states)
+                    for part, states in held
+                    if getattr(part.parameter, self._grad, None) is not None  # else frozen
+                }
                 group = self.param_groups[batch.group]
-                self._update(group, copies, self._numbers[batch.group])
-                for part, copy in zip(batch.parts, copies, strict=True):
+                self._update(group, list(copies.values()), self._numbers[batch.group])
+                for part, copy in copies.items():
                     del self.state[copy]
                     if part.weight is not None:
                         part.weight.copy_(copy)
 
-    def _copy(self, part: _Part, blocks: Iterator[Tensor]) -> Tensor:
+    def _copy(self, part: _Part, blocks: list[Tensor]) -> Tensor:
         """Tensor that is updated in place of a part, its gradient and its states on the device."""
-        states = {name: next(blocks).view(t.dtype) for name, t in part.states.items()}
+        held = zip(part.states.items(), blocks, strict=True)
+        states = {name: block.view(t.dtype) for (name, t), block in held}
         here = slice(part.start, part.stop)
         copy = states.pop(MASTER, None)
         if copy is None:

@@ -9,6 +9,7 @@ import torch
 from phalanx.moe.hf.pieces import PieceReader
 from phalanx.parallel.fault.signals import AGAIN
 from tests.support.runs import DEEPSEEK, SMALL, exact, records, run, with_corpus
+from tests.support.scheduling import slow
 
 pytestmark = pytest.mark.dist
 
@@ -34,8 +35,11 @@ def losses(folder: Path, name: str) -> list[float]:
     return [r[name] for r in records(folder / "run") if name in r]
 
 
-def test_the_warm_up_updates_the_indexer_alone(corpus: list[str], tmp_path: Path) -> None:
-    command = [*corpus, WARM_UP, "run.steps=12", "run.save_interval=6"]
+@pytest.mark.parametrize("moments", ["fp32", "fp32_host", *slow("bf16_host")])
+def test_the_warm_up_updates_the_indexer_alone(
+    moments: str, corpus: list[str], tmp_path: Path
+) -> None:
+    command = [*corpus, WARM_UP, "run.steps=12", "run.save_interval=6", f"optim.moments={moments}"]
     (rank,) = run(1, [*command, "model.moe.router.bias_rate=0", f"run.dir={tmp_path}"])
     assert rank.code == 0, rank.err
     saved = tmp_path / "run/checkpoints"
