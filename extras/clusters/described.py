@@ -8,6 +8,8 @@
 assumptions.
 """
 
+import contextlib
+import difflib
 import functools
 import math
 import os
@@ -42,6 +44,8 @@ def machine(name: str) -> Machine:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(f"cannot be read: {reason}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}: correct the file, or do without it") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -55,11 +59,11 @@ def _read(path: Path, changed: int) -> Machine:
         raise ValueError(f"is no YAML{line}") from error
     if not isinstance(found, dict):
         raise ValueError("must have lines like `kind: h100` and `network_gbs: 25`")
-    kind = found.pop("kind", None)
-    if not isinstance(kind, str) or kind not in GPUS:
+    kind = str(found.pop("kind", None)).lower()
+    if kind not in GPUS:
         raise ValueError(f"must have a line `kind:` with one of {', '.join(GPUS)}")
     base, measured = GPUS[kind], found.pop("measured", [])
-    if not isinstance(measured, list) or (wrong := [m for m in measured if m not in RATES]):
+    if not isinstance(measured, list) or (wrong := [m for m in measured if str(m) not in RATES]):
         raise ValueError(
             f"has measured: {wrong[0] if isinstance(measured, list) else measured!r}, "
             f"which must be a list of fields: {', '.join(RATES)}"
@@ -73,8 +77,17 @@ def _read(path: Path, changed: int) -> Machine:
 
 def _number(name: Any, value: Any) -> Any:
     if name not in RATES:
-        raise ValueError(f"has {name!s}, none of kind, measured, {', '.join(RATES)}")
+        near = difflib.get_close_matches(str(name), RATES, n=1)
+        known = (
+            f"which is no field and near {near[0]}"
+            if near
+            else f"none of kind, measured, {', '.join(RATES)}"
+        )
+        raise ValueError(f"has {name!s}, {known}")
     whole = RATES[name] in (int, "int")
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML 1.1 takes 2e+04, without a point, for a text
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise ValueError(
             f"has {name}: {value!r}, which must be a {'whole ' if whole else ''}number"

@@ -63,6 +63,12 @@ def test_what_a_file_changes_is_an_assumption_unless_it_says_otherwise(tmp_path:
     assert "node_gbs" not in m.measured and "dense_tflops" in m.measured
 
 
+def test_numbers_may_have_an_exponent_and_kinds_capitals(tmp_path: Path) -> None:
+    """As `check_cluster.py` writes large ones."""
+    m = machine_named(file_of(tmp_path, f"kind: H200\nlatency_us: {20000.0:.4g}\n"))
+    assert m.latency_us == 20000 and m.memory_gib == MACHINES["h200"].memory_gib
+
+
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     first = machine_named(file_of(tmp_path, "kind: h200\nnetwork_gbs: 10\n"))
     path = Path(file_of(tmp_path, "kind: h200\nnetwork_gbs: 20\n"))
@@ -78,7 +84,11 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
         ("network_gbs: 5", "must have a line `kind:` with one of h200, h100"),
         ("kind: h300", "must have a line `kind:`"),
         ("kind: [h100", "is no YAML, line 1"),
-        ("kind: h100\nnetwork: 5", "has network, none of kind, measured, memory_gib"),
+        ("kind: h100\nspeed: 5", "has speed, none of kind, measured, memory_gib"),
+        (
+            "kind: h100\nnetwrk_gbs: 5",
+            "has netwrk_gbs, which is no field and near network_gbs: correct",
+        ),
         ("kind: h100\nname: mine", "has name, none of"),
         ("kind: h100\nnetwork_gbs: fast", "has network_gbs: 'fast', which must be a number"),
         ("kind: h100\nnetwork_gbs: 0", "has network_gbs: 0, which must be above 0"),
@@ -87,6 +97,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
         ("kind: h100\nnode_gpus: 4.5", "has node_gpus: 4.5, which must be a whole number"),
         ("kind: h100\nmeasured: [speed]", "has measured: 'speed', which must be a list of fields"),
         ("kind: h100\nmeasured: node_gbs", "has measured: 'node_gbs', which must be a list"),
+        ("kind: h100\nmeasured: [[node_gbs]]", "has measured: ['node_gbs'], which must be a list"),
     ],
 )
 def test_a_file_that_says_something_impossible_is_refused(
