@@ -40,6 +40,7 @@ from phalanx.moe.plan.cost.weights import (
 from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
 
 _WORKSPACES = 128 * 2**20  # approximate bytes that cuBLAS and Transformer Engine allocate
+_NONE = LayerMemory(0, 0)  # of a stage of the embedding alone
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _at_once(cfg: Config, world: int, rows: int | None) -> list[StageMemory]:
                 layers[decoder:] = [replace(x, saved=x.saved + extra) for x in layers[decoder:]]
             layers += [head] * chunk.heads
             saved, offloaded = sum(x.saved for x in layers), sum(x.offloaded for x in layers)
-            known[chunk[1:]] = _ChunkMemory(saved, offloaded, frozenset(layers))
+            known[chunk[1:]] = _ChunkMemory(saved, offloaded, frozenset(layers or [_NONE]))
         stages[chunk.stage].append(known[chunk[1:]])
     scratch = _WORKSPACES + _document_scratch(cfg)
     weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)

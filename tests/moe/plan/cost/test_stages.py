@@ -52,6 +52,13 @@ def test_peaks_of_single_steps(overrides: str, before: float, peak: float) -> No
     assert m.peak / GIB == pytest.approx(peak, rel=0.01)
 
 
+def test_a_stage_may_have_no_layer() -> None:
+    layout = ["model=tiny", "parallel.pipeline=3", "parallel.pipeline_layout='E|t*4|L'"]
+    embedding, layers, output = stage_memory(known(layout, 3), 3)
+    assert embedding.saved == embedding.backward == 0 < embedding.weights.device_bytes
+    assert embedding.peak < layers.peak and output.saved > 0
+
+
 @pytest.mark.parametrize("name", own())
 def test_peaks_of_records(name: str) -> None:
     """Within 10 % of each record; within 2 % where it says how many expert rows there were.
