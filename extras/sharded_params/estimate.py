@@ -20,6 +20,8 @@ def sharded(cfg: Config, world: int, whole: Weights, chunks: Sequence[Chunk]) ->
     """
     of_model = parameters(cfg.model)
     alone = [Chunk(c.stage, "t", (kind,)) for c in chunks for kind in c.kinds]
+    if not alone:  # a stage of the embedding or of the output layer
+        return whole
     layers = zip(*(in_chunk(cfg, world, layer, of_model) for layer in alone), strict=True)
     weights = grads = 0
     for sizes, ranks in zip(layers, _ranks(cfg, world), strict=True):

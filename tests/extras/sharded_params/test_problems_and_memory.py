@@ -91,3 +91,12 @@ def test_a_large_model_needs_a_small_part_of_the_memory_and_more_time() -> None:
     assert part.parameter_bytes < 0.35 * whole.parameter_bytes
     assert part.gradient_bytes < 0.35 * whole.gradient_bytes
     assert part.optimizer_bytes == whole.optimizer_bytes
+
+
+def test_a_stage_without_layers_has_nothing_to_shard() -> None:
+    layout = ["model=tiny", "parallel.pipeline=2", "parallel.pipeline_layout='E|t*4L'"]
+    layout += ["parallel.expert=1"]
+    (embedding, layers), (sharded, parts) = (
+        stage_weights(load([*layout, *more]), 8) for more in ([], [ZERO3])
+    )
+    assert sharded == embedding and parts.parameter_bytes < layers.parameter_bytes
