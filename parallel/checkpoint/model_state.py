@@ -104,7 +104,7 @@ def check_fit(state: dict[str, Any], metadata: Metadata, path: Place) -> None:
 def restore(model: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
     """Copy what dist_checkpointing loaded into the chunks."""
     for name, module in modules_of(model).items():
-        missing, unexpected = module.load_state_dict(loaded[name], strict=False)
+        missing, unexpected = module.load_state_dict(loaded.get(name, {}), strict=False)
         missing = [k for k in missing if not k.endswith("_extra_state") and _MASKS not in k]
         assert not missing and not unexpected, (missing[:3], unexpected[:3])
 
