@@ -206,7 +206,8 @@ def _move(optimizer: Any, room: int) -> None:
         if weights:
             part._copy_main_params_to_model_params = lambda: None  # a step does
             part._copy_model_params_to_main_params = partial(_reload, part.optimizer, weights)
-        device = part.optimizer.param_groups[0]["params"][0].device
+        held = (p for group in part.optimizer.param_groups for p in group["params"])
+        device = next((p.device for p in held), device)  # a group may have none
     stream = Stream(jobs, device, room)
     for part in parts(optimizer):
         part.optimizer.stream = stream
