@@ -17,7 +17,7 @@ from phalanx.extras.planner.ranking import in_order
 from phalanx.moe.plan.cost.stages import host_needed, needed
 from phalanx.moe.plan.cost.step_time import (
     busiest,
-    network_busy,
+    network_seconds,
     step_time,
     with_natural_routing,
 )
@@ -135,7 +135,8 @@ def _fitting(trial: Config, ranks: int, machine: Machine) -> Config | None:
 def _found(cfg: Config, changes: Changes, known: Config, ranks: int, machine: Machine) -> Found:
     """The estimate of changes that give a configuration, which is `known` without `auto`."""
     size, host = needed(known, ranks), host_needed(known, ranks)
-    step, busy = step_time(known, ranks, machine), network_busy(known, ranks, machine)
+    step = step_time(known, ranks, machine)
+    busy = network_seconds(known, ranks, machine) / step.total
     tokens = known.data.global_batch * known.data.sequence_length / ranks
     natural = tokens / with_natural_routing(step, busiest(known, ranks)).total
     others = {path: value for path, value in changes.items() if get(cfg, path) != value}

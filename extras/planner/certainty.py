@@ -14,6 +14,8 @@ time (tests/moe/plan/cost/test_measured_steps.py)."""
 PUBLISHED = 0.22
 """Error within which all but one of the held benchmarks of others are: docs/published/simulated.md.
 """
+BUSY = 0.6
+"""Part of a step from which on a busy network is named: what hides its transfers is short then."""
 _KERNELS = 70  # of a layer and micro-batch, forward and backward (moe.plan.cost.step_time.GAPS)
 _SHOWN = {
     "dense_tflops": "GEMM",

@@ -60,10 +60,9 @@ from phalanx.moe.plan.cost.stages import (
 )
 from phalanx.moe.plan.cost.step_time import (
     BUSIEST,
-    BUSY,
     bound,
     busiest,
-    network_busy,
+    network_seconds,
     step_time,
     with_natural_routing,
     with_own_kernels,
@@ -383,7 +382,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         "everything else overlapped, with any transport"
     )
     yield from certainty.lines(cfg, world, machine, tokens / t.total)
-    if (busy := network_busy(cfg, world, machine)) > BUSY:
+    if (busy := network_seconds(cfg, world, machine) / t.total) > certainty.BUSY:
         yield f"network busy for {busy:.0%} of the step: slower if it shares links with other jobs"
     if (load := busiest(cfg, world)) > 1:
         natural = with_natural_routing(t, load).total
@@ -461,5 +460,7 @@ def _short(cfg: Config, known: Config, world: int, machine: Machine, enough: boo
         yield f"next      nothing near is faster{' and fits' * (not enough)}; {every}"
     else:
         rate = f"{best.tokens:,.0f} tokens/s/GPU in {storage(_with_reserve(best.size, machine))}"
-        rate += f", network busy for {best.busy:.0%} of the step" if best.busy > BUSY else ""
+        rate += (
+            f", network busy for {best.busy:.0%} of the step" if best.busy > certainty.BUSY else ""
+        )
         yield f"next      {overrides(best.changes)}: {rate}; {every}"

@@ -16,7 +16,6 @@ from phalanx.configs.validate import ConfigError
 from phalanx.extras.planner import certainty
 from phalanx.extras.planner.best import Found, best, estimated
 from phalanx.extras.planner.layouts import layouts
-from phalanx.moe.plan.cost.step_time import BUSY
 from phalanx.moe.text import model_size, storage
 
 WITH_PRECISION = "search_precision"  # value of `run.dry_run` that compares bf16 with FP8
@@ -144,7 +143,7 @@ def _speed(cfg: Config, one: Found, machine: Machine) -> str:
     flops = flops_per_token(cfg.model, cfg.data.sequence_length)
     memory = storage(one.size + int(machine.reserved_gib * 2**30))
     host = f", {storage(one.host)} of host memory" if one.host else ""
-    host += f", network busy for {one.busy:.0%} of the step" if one.busy > BUSY else ""
+    host += f", network busy for {one.busy:.0%} of the step" if one.busy > certainty.BUSY else ""
     natural = f", {one.natural:,.0f} with natural routing" if one.natural < one.tokens else ""
     return (
         f"{one.tokens:,.0f} tokens/s/GPU, {one.tokens * flops / 1e12:.0f} TFLOP/s/GPU in "

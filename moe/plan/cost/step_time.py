@@ -46,7 +46,7 @@ from phalanx.moe.plan.cost.exchange import (
 )
 from phalanx.moe.plan.cost.pipeline import step_seconds
 from phalanx.moe.plan.cost.stages import stage_memory
-from phalanx.moe.plan.cost.traffic import least_traffic, traffic
+from phalanx.moe.plan.cost.traffic import Traffic, least_traffic, traffic
 from phalanx.moe.plan.cost.weights import Weights, chunks, split_masters, stage_weights
 from phalanx.moe.plan.cost.work import stage_work
 
@@ -118,7 +118,10 @@ def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
         bf16, fp8 = (_BESIDE_EXCHANGES * r for r in (own.expert_tflops, own.expert_fp8_tflops))
         own = replace(own, expert_tflops=bf16, expert_fp8_tflops=fp8)
     sent, beside = own_exchange(cfg, world, own), _beside_experts(cfg, world, own)
-    return step_with(sent, cfg, world, own, _PASSES, beside)
+    step = step_with(sent, cfg, world, own, _PASSES, beside)
+    # What is hidden, by itself, may not fit into the step together.
+    missing = max(0.0, network_seconds(cfg, world, machine) - step.total)
+    return replace(step, gradients=step.gradients + missing)
 
 
 def _beside_experts(cfg: Config, world: int, machine: Machine) -> float:
@@ -238,6 +241,10 @@ def bound(cfg: Config, world: int, machine: Machine) -> Bound:
     count, held = micro_batches(cfg, world), _held(cfg, world)
     total = step_seconds(seconds, count, virtual, delayed, held)
     total += update(cfg, world, machine, stage_weights(cfg, world))
+    at_line_rate = replace(machine, network_gbs=machine.network_line_gbs)
+    line = network_seconds(cfg, world, at_line_rate, sent)
+    if line > total:
+        return Bound(line, "network")
     return Bound(total, max(slow, key=lambda name: slow[name]))
 
 
@@ -284,19 +291,17 @@ def _widths(cfg: Config) -> list[tuple[float, int]]:
     return [(2 / 3, 2 * grad_width(cfg))]
 
 
-BUSY = 0.6
-"""Part of a step from which on a busy network is named: what hides its transfers is short then."""
-
-
-def network_busy(cfg: Config, world: int, machine: Machine) -> float:
-    """Part of the expected step in which a GPU of the busiest stage sends over the network.
+def network_seconds(
+    cfg: Config, world: int, machine: Machine, sent: Traffic | None = None
+) -> float:
+    """Seconds of a step in which a GPU of the busiest stage sends over the network.
 
     Expert tokens, keys and values or heads of context ranks, activations between stages, gradients
-    and parameters, at `Machine.network_gbs`.
+    and parameters, at `Machine.network_gbs`. `sent`: of tokens, by default with the transport's.
     """
     if world <= machine.node_gpus:
         return 0.0
-    sent, stages = traffic(cfg, world), [0.0] * cfg.parallel.pipeline
+    sent, stages = sent or traffic(cfg, world), [0.0] * cfg.parallel.pipeline
     keys = keys_traffic(cfg, machine).far
     heads = {name: heads_traffic(cfg, machine, name).far for name in mixer_layers(cfg.model)}
     between = 2 * cfg.model.hidden * width(cfg) if len(stages) > 1 else 0  # there and back
@@ -307,7 +312,7 @@ def network_busy(cfg: Config, world: int, machine: Machine) -> float:
     bytes_ = micro_batches(cfg, world) * sizes(cfg, world).local_tokens * max(stages)
     reduced = _reduced(cfg, world, stage_weights(cfg, world))
     bytes_ += reduced * sum(each for _, each in _widths(cfg))
-    return bytes_ / (machine.network_gbs * 1e9) / step_time(cfg, world, machine).total
+    return bytes_ / (machine.network_gbs * 1e9)
 
 
 _FP32_RATE = 0.1  # rate of matrix products in fp32 relative to bf16

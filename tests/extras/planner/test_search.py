@@ -219,6 +219,18 @@ def test_a_layout_that_keeps_the_network_busy_says_so() -> None:
     assert f"\n  {busy}: " in section(STEP, *words, world=64)
 
 
+def test_no_step_is_shorter_than_its_network_is_busy() -> None:
+    """Each rank's share of a small batch leaves no time beside which gradients could be sent."""
+    words = ["experiment=moonlight_8gpu", "run.machine=h100", "data.global_batch=512"]
+    words += ["parallel.tensor=8", "parallel.expert=64", "data.micro_batch=1"]
+    given = estimated(load(words), {}, 4096, H100)
+    assert given is not None and given.busy == pytest.approx(1.0)
+    assert "network busy for 100% of the step" in section(STEP, *words, world=4096)
+    best = re.search(r"at best ([0-9.]+) s: .*: network alone", section(STEP, *words, world=4096))
+    # At line rate, with the fewest bytes of tokens that any transport sends.
+    assert best is not None and 0.7 < float(best[1]) / given.seconds <= 40 / 50
+
+
 @pytest.mark.slow
 def test_precision_is_searched_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["experiment=moonlight_8gpu", "parallel.world_size=8"]
