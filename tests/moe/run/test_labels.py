@@ -113,6 +113,7 @@ def test_every_label_weighs_the_same(
         assert error <= REL, f"{key}: {error:.1e}"
 
 
+@pytest.mark.extras  # of context ranks
 def test_tokens_ahead_weigh_the_same_without_masks() -> None:
     """The last tokens of a sequence, which have no label ahead, are all on one context rank."""
     given = {"data.micro_batch": 2, "run.steps": 1}
