@@ -148,7 +148,11 @@ def test_other_implementations_have_none():
     assert keys(model, "precision=fp8_block") == keys(model, "kernels=megatron") == keys(model)
     assert keys(model, "model.attention.head_dim=80") == (set(), norms)
     assert keys(model, "model.hidden=9216") == ({AttentionLayer(8, 128, 128)}, set())
-    assert layers(model, "data.document_mask=true", "parallel.context=3") == set()
+
+
+@pytest.mark.extras  # of context ranks
+def test_heads_that_ranks_cannot_share_out_have_none():
+    assert layers(QWEN, "data.document_mask=true", "parallel.context=3") == set()
 
 
 def test_a_named_library_that_cannot_run_the_model_is_an_error():

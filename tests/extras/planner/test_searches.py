@@ -37,7 +37,7 @@ def test_an_ordinary_search_takes_a_million_calls() -> None:
 
 
 def test_a_search_estimates_few_of_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the model and size that took longest; 769 were, without ranks that have gradients."""
+    """The model and size that took longest; without gradients in the ranks 769 were estimated."""
     cfg, h100 = configuration("qwen3_235b_64gpu", "h100", 2048), MACHINES["h100"]
     estimated = list[object]()
 
