@@ -69,6 +69,9 @@ def _read(path: Path, changed: int) -> Machine:
             f"which must be a list of fields: {', '.join(RATES)}"
         )
     values = {name: _number(name, value) for name, value in found.items()}
+    rates = [name for name in values if not name.endswith("_gib") and name != "node_gpus"]
+    if base.only_memory and rates:
+        raise ValueError(f"has {rates[0]}, but of kind {kind} the memory alone is estimated")
     kept = base.measured - {name for name in values if values[name] != getattr(base, name)}
     return replace(
         base, name=f"{base.name} of {path.name}", measured=kept | frozenset(measured), **values

@@ -84,6 +84,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
         ("network_gbs: 5", "must have a line `kind:` with one of h200, h100"),
         ("kind: h300", "must have a line `kind:`"),
         ("kind: [h100", "is no YAML, line 1"),
+        ("kind: a100\nnode_gpus: 4\nnetwork_gbs: 20", "has network_gbs, but of kind a100 the mem"),
         ("kind: h100\nspeed: 5", "has speed, none of kind, measured, memory_gib"),
         (
             "kind: h100\nnetwrk_gbs: 5",
