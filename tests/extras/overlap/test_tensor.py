@@ -1,6 +1,8 @@
 """Collectives of tensor ranks in backward passes: another group, and another buffer."""
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from phalanx.parallel.megatron.imports import importing_megatron
 from tests.support.distributed import run_distributed
 
+_COLLECTIVES = "all_gather", "reduce_scatter"
+
 
 def _used() -> tuple[list[bool], list[int], int]:
     """Whether the groups of collectives are the given one, ranks of these, and buffers."""
@@ -16,13 +20,29 @@ def _used() -> tuple[list[bool], list[int], int]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import layers, mappings
 
-        from phalanx.extras.overlap.tensor import separate
+    groups = list[Any]()
 
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    groups, buffers = list[Any](), list[Any]()
-    for module in (layers, mappings):
-        for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-            setattr(module, name, lambda *_, group: groups.append(group))
+    def noted(*_: Any, group: Any) -> None:
+        groups.append(group)
+
+    # Ranks serve other tests after this one, which need what is replaced here.
+    with ExitStack() as replaced:
+        for owner, name, value in (
+            *((m, f"dist_{n}_func", noted) for m in (layers, mappings) for n in _COLLECTIVES),
+            (torch.cuda, "current_device", lambda: "cpu"),
+            (parallel_state, "_GLOBAL_MEMORY_BUFFER", None),
+        ):
+            replaced.enter_context(mock.patch.object(owner, name, value))
+        return _of_two_passes(groups)
+
+
+def _of_two_passes(groups: list[Any]) -> tuple[list[bool], list[int], int]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers, mappings
+
+    from phalanx.extras.overlap.tensor import separate
+
+    buffers = list[Any]()
     pairs: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     group = pairs[dist.get_rank() // 2]
     for _ in range(2):  # a second run in the process
