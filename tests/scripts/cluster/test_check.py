@@ -116,6 +116,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.alone  # a rank that waits for its turn on this machine is slow
 @pytest.mark.parametrize(("dies", "codes"), [(False, [0, 0]), (True, [45, -signal.SIGKILL])])
 def test_groups_end_and_a_rank_that_dies_there_is_named(
     dies: bool, codes: list[int], tmp_path: Path
