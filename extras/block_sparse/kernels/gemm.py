@@ -24,10 +24,11 @@ from phalanx.extras.block_sparse.kernels.lists import BLOCK, MOST, Contraction
 from phalanx.extras.block_sparse.kernels.mainloop import STAGES, SparseProducer
 from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.experts.fused_gemm import FusedGemmKernel, Vectors, prepared
-from phalanx.kernels.sm90.gemm.epilogues import Epilogue, Fragment, Load, Out
+from phalanx.kernels.sm90.gemm.epilogues import Epilogue, Linear
 from phalanx.kernels.sm90.gemm.gemm import Arguments, Gemm, GemmConfig
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, TILE_ROWS, Mainloop
 from phalanx.kernels.sm90.gemm.operands import is_transposed
+from phalanx.kernels.sm90.gemm.row_store import StripStore, StripWalk
 from phalanx.kernels.sm90.gemm.tensors import Rows, Weights
 from phalanx.kernels.sm90.gemm.tile_scheduler import Scheduler
 from phalanx.kernels.sm90.jit.launch import launch_persistent, require
@@ -37,29 +38,21 @@ _COUNT_SHIFT = 16  # the third number of a record: a column tile, and the blocks
 
 
 @dataclass(frozen=True)
-class Plain(Epilogue):
-    """y = acc (+ bias * scale), rounded."""
+class Plain(Linear):
+    """`Linear` whose arguments are those that it declares: it never signals."""
 
-    bias: bool = False
+    def device(self, loop: Mainloop, storage: Any, thread: Int32, args: Any) -> StripWalk:
+        return StripWalk(StripStore(self, loop), storage, thread, args)
 
-    step = 64
 
-    @property
-    def loads(self) -> tuple[Load, ...]:
-        return Load("bias", "column", self.bias), Load("scale", "row", self.bias)
+def _packed(counts: cute.Tensor, column: Int32, expert: Int32) -> Int32:
+    """The third number of a tile's record; without a tile (expert -1) it is not read."""
+    return column | counts[cutlass.max(expert, 0), column] << _COUNT_SHIFT
 
-    @property
-    def outputs(self) -> tuple[Out, ...]:
-        return (Out("y"),)
 
-    def sets(self, loop: Any) -> int:
-        return 4 if loop.pingpong else 2  # as `Linear`, whose strips are as wide
-
-    def compute(self, at: Fragment) -> None:
-        y = at.acc()
-        if self.bias:
-            at.add_columns(y, "bias", scale="scale")
-        at.put("y", y)
+def _unpacked(packed: Int32) -> tuple[Int32, Int32]:
+    """Column tile, and stages of its list."""
+    return packed & ((1 << _COUNT_SHIFT) - 1), (packed >> _COUNT_SHIFT) * STAGES
 
 
 class SparseGemm(Gemm):
@@ -113,8 +106,7 @@ class SparseGemm(Gemm):
             first, before, begin, end, inclusive, row, stop, column, expert, tiles = (
                 scheduler.locate(tile, first, before, begin, end, inclusive)
             )
-            count = counts[cutlass.max(expert, 0), column]
-            scheduler.send(Int32(0), row, stop, column | count << _COUNT_SHIFT, expert)
+            scheduler.send(Int32(0), row, stop, _packed(counts, column, expert), expert)
             if expert < 0:
                 scheduler.finish(tile, ctas, tiles)
         number = Int32(0)
@@ -124,8 +116,7 @@ class SparseGemm(Gemm):
             claimed = Int32(0)
             if leads:
                 claimed = scheduler.claim()
-            blocks = (column >> _COUNT_SHIFT) * STAGES
-            column = column & ((1 << _COUNT_SHIFT) - 1)
+            column, blocks = _unpacked(column)
             first_row, half = row + zero * TILE_ROWS, blocks // 2
             picked = pick(column, expert)
             sources = sources_of(first_row, stop)
@@ -136,9 +127,8 @@ class SparseGemm(Gemm):
                 first, before, begin, end, inclusive, row, stop, next_column, next_expert, tiles = (
                     scheduler.locate(tile, first, before, begin, end, inclusive)
                 )
-                count = counts[cutlass.max(next_expert, 0), next_column]
-                next_column = next_column | count << _COUNT_SHIFT
-                scheduler.send(number + 1, row, stop, next_column, next_expert)
+                packed = _packed(counts, next_column, next_expert)
+                scheduler.send(number + 1, row, stop, packed, next_expert)
                 if next_expert < 0:
                     scheduler.finish(tile, ctas, tiles)
             state = load(state, sources, picked, *at, half, blocks)
@@ -156,8 +146,7 @@ class SparseGemm(Gemm):
         start()
         row, end, column, expert = scheduler.read(number)
         while expert >= 0:
-            blocks = (column >> _COUNT_SHIFT) * STAGES
-            column = column & ((1 << _COUNT_SHIFT) - 1)
+            column, blocks = _unpacked(column)
             mine = True
             if cutlass.const_expr(loop.pingpong):
                 mine = number & 1 == group
