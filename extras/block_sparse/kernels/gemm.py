@@ -118,10 +118,9 @@ class SparseGemm(Gemm):
                 claimed = scheduler.claim()
             column, blocks = _unpacked(column)
             first_row, half = row + zero * TILE_ROWS, blocks // 2
-            picked = pick(column, expert)
-            sources = sources_of(first_row, stop)
+            sources = *sources_of(first_row, stop), *pick(column, expert)
             at = (first_row, column * BLOCK, expert, half_offset)
-            state = load(state, sources, picked, *at, Int32(0), half)
+            state = load(state, sources, *at, Int32(0), half)
             if leads:
                 tile = scheduler.claimed_tile(claimed)
                 first, before, begin, end, inclusive, row, stop, next_column, next_expert, tiles = (
@@ -131,7 +130,7 @@ class SparseGemm(Gemm):
                 scheduler.send(number + 1, row, stop, packed, next_expert)
                 if next_expert < 0:
                     scheduler.finish(tile, ctas, tiles)
-            state = load(state, sources, picked, *at, half, blocks)
+            state = load(state, sources, *at, half, blocks)
             number += 1
             row, stop, column, expert = scheduler.read(number)
 

@@ -212,21 +212,18 @@ class Gemm(PersistentKernel):
     ) -> None:
         config, loop, (scheduler, zero) = self.config, self.config.mainloop, shared
         x = arguments
+        rest = zero, warp, x.blocks, x.half_offset, x.ctas, x.yielding
         if cutlass.const_expr(loop.gather):
             load = loop.producer(storage.mainloop, x.loads, x.mA, x.index)
             wave_wait = None
             if cutlass.const_expr(config.waits):
                 wave_wait = WaveWait(x.ready, storage.waves.data_ptr() + warp)
-            self._load(
-                load, scheduler, wave_wait, zero, warp, x.blocks, x.half_offset, x.ctas, x.yielding
-            )
+            self._load(load, scheduler, wave_wait, *rest)
         else:
             # A TMA copy of a box is one instruction of one thread: one warp keeps up.
             if warp == 0:
                 load = loop.producer(storage.mainloop, x.loads, x.mA, x.index)
-                self._load(
-                    load, scheduler, None, zero, warp, x.blocks, x.half_offset, x.ctas, x.yielding
-                )
+                self._load(load, scheduler, None, *rest)
 
     @cute.jit
     def compute(

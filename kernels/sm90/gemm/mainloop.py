@@ -205,6 +205,10 @@ class Producer:
     def _pitch(self) -> Int64:
         return 2 * Int64(self.mA.shape[1])
 
+    def block(self, i: Int32, sources: tuple[Any, ...]) -> Int32:
+        """Block of the contraction that is a tile's number i."""
+        return i
+
     def place(self, k: Int32) -> tuple[Int32, ...]:
         """Coordinates of block k in the modes of the contraction."""
         return (k,)
@@ -229,7 +233,8 @@ class Producer:
         to_a, from_a = self._a(row)
         # Partitions are made once a tile; blocks of the contraction only pick a coordinate.
         boxes = self._boxes(column, expert, half_offset)
-        for k in cutlass.range(begin, end, unroll=1):
+        for i in cutlass.range(begin, end, unroll=1):
+            k = self.block(i, sources)
             # Every loading warp waits for itself, as each writes to the stage: they need no barrier
             # among them.
             self.ring.producer_acquire(state)
