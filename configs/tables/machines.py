@@ -89,7 +89,7 @@ def rates_of(device: str, otherwise: str) -> Rates:
 
 def machine_of(device: str, otherwise: str) -> str:
     """Return the key in `MACHINES` of the GPU with this CUDA name, or else `otherwise`."""
-    known = (key for key, m in MACHINES.items() if m.name.split()[0] in device)
+    known = (key for key, m in MACHINES.items() if m.name.split()[0] in device.split())
     return next(known, otherwise)
 
 

@@ -7,6 +7,7 @@ from phalanx.configs.tables.machines import machine_named, machine_of
 from phalanx.scripts.cluster.results import Cluster
 
 _KINDS = ("gb200", "b200", "h800", "h20", "a100")  # besides those that were measured
+_OTHER_BOARDS = {"PCIe", "NVL"}  # slower than the SXM modules that the kinds are
 
 
 def machine_file(cluster: Cluster) -> str:
@@ -16,11 +17,11 @@ def machine_file(cluster: Cluster) -> str:
     products are the table's: a check is too short for clocks to come down to those of a run.
     """
     first, hosts = cluster.ranks[0].gpu, {rank.host for rank in cluster.ranks}
-    kind = machine_of(first.name, "")
+    kind, words = machine_of(first.name, ""), first.name.replace("-", " ").split()
     if not kind:
         named = {k: machine_named(k).name.split()[0] for k in _KINDS}
-        kind = next((k for k, name in named.items() if name in first.name), "")
-    if not kind:
+        kind = next((k for k, name in named.items() if name in words), "")
+    if not kind or _OTHER_BOARDS.intersection(words):
         raise ValueError(f"no kind of GPU is known that is like {first.name!r}")
     values: dict[str, float | None] = {
         "node_gpus": max(sum(rank.host == host for rank in cluster.ranks) for host in hosts),

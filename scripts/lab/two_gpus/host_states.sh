@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# States of the optimizer in host memory on two H200s, from the root of a checkout:  bash scripts/lab/two_gpus/host_states.sh
+# States of the optimizer in host memory on two H200s, from the root of a checkout:  bash scripts/lab/two_gpus/host_states.sh [small|big]
 # 1. losses and norms of 10 captured steps, states on the GPU and on the host, bit for bit;
 # 2. six layers of GPT-OSS-120B, 128 experts, 1 M tokens a step: steps with an update, then without.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$PWD:$PYTHONPATH"
-T=${OUT:-/tmp/host_states}; R=${R:-/tmp/host_states_runs}; mkdir -p $T $R; began=$(date +%s)
+T=${OUT:-/tmp/host_states}; R=${R:-/tmp/host_states_runs}; mkdir -p $T $R; began=$(date +%s); what=${1:-all}
 cat > /tmp/drive.py <<'P'
 """train.py with the extra's sizes changed by the environment, and updates left out after a step."""
 import os, runpy, sys, time
@@ -41,10 +41,11 @@ runpy.run_path("train.py", run_name="__main__")
 P
 small() { # NAME GPU overrides...
   n=$1 g=$2; shift 2
-  CUDA_VISIBLE_DEVICES=$g ELEMENTS=50000 ROOM=0 timeout -s KILL 150 python /tmp/drive.py model=tiny_gpt_oss data=synthetic run.steps=10 \
+  CUDA_VISIBLE_DEVICES=$g ELEMENTS=50000 ROOM=0 timeout -s KILL ${LIMIT:-150} python /tmp/drive.py model=tiny_gpt_oss data=synthetic run.steps=10 \
     data.sequence_length=256 data.micro_batch=2 data.global_batch=8 optim.warmup_steps=0 run.save_interval=-1 run.resume=never \
     run.graph=full_iteration run.log_interval=1 run.device=cuda run.dir=$R run.name=$n "$@" > $T/$n.log 2>&1 || { echo "$n rc $?"; tail -5 $T/$n.log; }
 }
+if [ $what != big ]; then
 echo "== 1. equality, captured"
 i=0
 for kind in adamw muon; do for m in fp32 bf16; do for h in "" _host; do
@@ -62,6 +63,7 @@ for kind in ("adamw", "muon"):
 P
 grep -h "jobs stay\|graph  \|could not be captured" $T/*_host.log | sort | uniq -c | head
 echo "== 1 took $(( $(date +%s) - began )) s"
+fi
 big() { # NAME SECONDS overrides...
   n=$1 lim=$2; shift 2; t=$(date +%s)
   LAST_UPDATE=6 timeout -s KILL $lim python -m torch.distributed.run --standalone --nproc-per-node 2 /tmp/drive.py experiment=gpt_oss_120b_64gpu run=bench \
@@ -80,10 +82,12 @@ except Exception as e:
     print("no metrics:", e)
 P
 }
+if [ $what != small ]; then
 echo "== 2. six layers of GPT-OSS-120B"; free -g | head -2; nproc
 big host 170 optim.moments=bf16_host
 if [ -n "$MORE" ]; then # 3. all states travel; fp32 states, 229 GiB of host memory
   ROOM=0 big host_all 170 optim.moments=bf16_host
   big host_fp32 250 optim.moments=fp32_host
+fi
 fi
 echo "== all took $(( $(date +%s) - began )) s"

@@ -11,7 +11,7 @@ if [ $what = tests ]; then
 fi
 small() { # NAME overrides...
   n=$1; shift
-  timeout -s KILL 120 python -m torch.distributed.run --standalone --nproc-per-node 2 train.py model=tiny_deepseek data=synthetic \
+  timeout -s KILL ${LIMIT:-120} python -m torch.distributed.run --standalone --nproc-per-node 2 train.py model=tiny_deepseek data=synthetic \
     model.layers=5 model.hidden=512 model.moe.ffn=512 model.mtp_layers=1 kernels=fused parallel.expert=1 run.steps=10 \
     data.sequence_length=256 data.micro_batch=2 optim.warmup_steps=0 optim.lr=2e-4 optim.decay_steps=10 run.save_interval=-1 run.resume=never \
     run.eval_interval=3 run.eval_batches=1 parallel.capacity_factor=8 run.log_interval=1 run.device=cuda run.dir=$R run.name=$n "$@" \

@@ -66,9 +66,12 @@ def test_the_kind_is_that_of_the_gpu(name: str, kind: str) -> None:
     assert yaml.safe_load(machine_file(one))["kind"] == kind
 
 
-def test_unknown_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="no kind of GPU is known that is like 'NVIDIA L40S'"):
-        machine_file(Cluster([rank(0, gpu=replace(GPU, name="NVIDIA L40S"))], None, [], []))
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L40S", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H200 NVL"]
+)
+def test_unknown_gpus_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no kind of GPU is known that is like '{name}'"):
+        machine_file(Cluster([rank(0, gpu=replace(GPU, name=name))], None, [], []))
 
 
 def test_the_option_writes_the_file_or_says_why_not(
