@@ -21,7 +21,7 @@ run() { # RANKS NAME overrides...
   python - $R/$n/metrics.jsonl <<'P'
 import json, statistics as s, sys
 try:
-    r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x}
+    r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x and "step" in x}
     last = [r[k]["step_time"] for k in sorted(r)][-4:]
     print(f"  median step {s.median(last):.3f} s of {[round(x, 3) for x in last]}, {max(x.get('memory', 0) for x in r.values()):.1f} GiB,"
           f" losses {[round(r[k]['loss'], 4) for k in sorted(r)]}")

@@ -74,7 +74,7 @@ big() { # NAME SECONDS overrides...
   python - $R/$n/metrics.jsonl <<'P'
 import json, statistics as s, sys
 try:
-    r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x}
+    r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x and "step" in x}
     print("seconds by step", {k: round(x["step_time"], 3) for k, x in r.items()}, "GiB", max(x.get("memory", 0) for x in r.values()))
     on, off = (s.median(r[k]["step_time"] for k in ks if k in r) for ks in ((5, 6, 7), (8, 9, 10)))
     print(f"with an update {on:.3f} s (steps 5, 6, 7), without {off:.3f} s (8, 9, 10): {on / off - 1:+.1%}")

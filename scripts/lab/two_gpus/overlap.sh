@@ -37,7 +37,7 @@ told() { # NAME: median seconds of the last four steps
   python - $R/$1/metrics.jsonl $1 <<'P'
 import json, statistics as s, sys
 try:
-    r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x}
+    r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x and "step" in x}
     last = [r[k] for k in sorted(r)][-4:]
     times = [x["step_time"] for x in last]
     print(f"  {sys.argv[2]}: median {s.median(times):.4f} s of {[round(x, 4) for x in times]}, "
@@ -100,7 +100,7 @@ python - $R <<'P'
 import json, statistics as s, sys
 def ms(n):
     r = [json.loads(x) for x in open(f"{sys.argv[1]}/{n}/metrics.jsonl")]
-    return 1e3 * s.median([x["step_time"] for x in r if "step_time" in x][-4:]) / 32
+    return 1e3 * s.median([x["step_time"] for x in r if "step_time" in x and "step" in x][-4:]) / 32
 for n in ("on8", "on4", "on8_no_margin"):
     try:
         print(f"  {n}: {ms('none'):.2f} -> {ms(n):.2f} ms, exposed {(ms(n) - ms('none')) / 16.1:.3f}")

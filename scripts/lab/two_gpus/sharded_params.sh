@@ -56,7 +56,7 @@ big() { # NAME overrides...
   python - $R/$n/metrics.jsonl <<'P'
 import json, statistics as s, sys
 try:
-    r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x}
+    r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x and "step" in x}
     last = [r[k]["step_time"] for k in sorted(r)][-6:]
     print(f"  measured: median step {s.median(last):.4f} s of {[round(x, 4) for x in last]}, peak {max(x.get('memory', 0) for x in r.values()):.2f} GiB, loss {r[max(r)]['loss']:.5f}")
 except Exception as e:
