@@ -21,7 +21,7 @@ channels of query and key, v channels of value.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -52,6 +52,7 @@ def attention(
     window: int = 0,
     documents: Documents | None = None,
     top: MaxLogit | None = None,
+    batch_first: bool = False,
 ) -> Tensor:
     """Causal attention as `kernels.core_attention.core.attention`; returns o_SBHv, contiguous.
 
@@ -60,6 +61,7 @@ def attention(
             every row is aligned to 16 bytes, copied otherwise.
         sinks_H: bf16 or fp32.
         documents: with bounds, for the S = T tokens of one sequence.
+        batch_first: the result, and gradients, have the order of [B, S, H, v] in memory.
 
     Raises:
         ValueError: tensors that the kernels do not support.
@@ -74,7 +76,8 @@ def attention(
         raise ValueError(f"kernels.attention=fa4 {why}")
     if documents is not None and documents.bounds_N1 is None:
         raise ValueError("kernels.attention=fa4 needs places for the bounds of documents")
-    return _Attention.apply(q_SBHd, k_TBGd, v_TBGv, sinks_H, scale, window, documents, top)
+    options = scale, window, documents, top, batch_first
+    return _Attention.apply(q_SBHd, k_TBGd, v_TBGv, sinks_H, *options)
 
 
 def run_forward(
@@ -85,16 +88,18 @@ def run_forward(
     scale: float,
     window: int,
     documents: Documents | None = None,
+    batch_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and fp32 log-sums of the softmax: [B, H, S], or [H, T] with documents."""
-    out, lse = _outputs(q, v)
-    lse, layout = (lse, _batch_first) if documents is None else (lse[0], _single_sequence)
+    S, B, H, _ = q.shape
+    out = _empty((S, B, H, v.shape[-1]), q, batch_first)
+    lse = q.new_empty((B, H, S) if documents is None else (H, S), dtype=torch.float32)
     with calling() as library:
         library._flash_attn_fwd(
-            *(layout(_readable(x)) for x in (q, k, v)),
+            *(_batches(_readable(x), documents) for x in (q, k, v)),
             softmax_scale=scale,
             learnable_sink=sinks,
-            out=layout(out),
+            out=_batches(out, documents),
             lse=lse,
             **_mask(window),
             **_lengths(documents),
@@ -110,16 +115,17 @@ def run_backward(
     window: int,
     deterministic: bool,
     documents: Documents | None = None,
+    batch_first: bool = False,
 ) -> list[Tensor]:
     """Gradients of q, k, v, contiguous, and of the sinks; `saved`: q, k, v, out and log-sums."""
     q, k, v, out, lse = saved
-    gradients = _gradients(q, k, v)
-    layout = _batch_first if documents is None else _single_sequence
-    dq, dk, dv = (layout(x) for x in gradients)
+    gradients = [_empty(x.shape, x, batch_first) for x in (q, k, v)]
+    dq, dk, dv = (_batches(x, documents) for x in gradients)
+    dout = _readable(dout) if batch_first else dout.contiguous()
     with calling() as library:
         returned = library._flash_attn_bwd(
-            *(layout(_readable(x)) for x in (q, k, v, out)),
-            layout(dout.contiguous()),
+            *(_batches(_readable(x), documents) for x in (q, k, v, out)),
+            _batches(dout, documents),
             lse,
             softmax_scale=scale,
             deterministic=deterministic,
@@ -147,8 +153,9 @@ class _Attention(torch.autograd.Function):
         window: int,
         documents: Documents | None,
         top: MaxLogit | None,
+        batch_first: bool,
     ) -> Tensor:
-        out, lse = run_forward(q, k, v, sinks, scale, window, documents)
+        out, lse = run_forward(q, k, v, sinks, scale, window, documents, batch_first)
         if top is not None:
             raise_max_logits(
                 top,
@@ -160,7 +167,7 @@ class _Attention(torch.autograd.Function):
                 lse_BHS=lse.view(out.size(1), out.size(2), out.size(0)),
             )
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.scale, ctx.window, ctx.documents = scale, window, documents
+        ctx.scale, ctx.window, ctx.rest = scale, window, (documents, batch_first)
         return out
 
     @staticmethod
@@ -168,15 +175,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
         deterministic = torch.are_deterministic_algorithms_enabled()
-        options = ctx.scale, ctx.window, deterministic, ctx.documents
+        options = ctx.scale, ctx.window, deterministic, *ctx.rest
         dq, dk, dv, *dsinks = run_backward(dout, saved, sinks, *options)
-        return dq, dk, dv, dsinks[0] if dsinks else None, *(None,) * 4
+        return dq, dk, dv, dsinks[0] if dsinks else None, *(None,) * 5
 
 
 def _mask(window: int) -> dict[str, Any]:
-    if not window:
-        return dict(causal=True)
-    return dict(causal=True, window_size_left=window - 1, window_size_right=0)
+    sides = dict(window_size_left=window - 1, window_size_right=0) if window else {}
+    return dict(causal=True, **sides)
 
 
 def _lengths(documents: Documents | None) -> dict[str, Any]:
@@ -188,22 +194,15 @@ def _lengths(documents: Documents | None) -> dict[str, Any]:
     )
 
 
-def _outputs(q_SBHd: Tensor, v_TBGv: Tensor) -> tuple[Tensor, Tensor]:
-    S, B, H, _ = q_SBHd.shape
-    out_SBHv = q_SBHd.new_empty(S, B, H, v_TBGv.shape[-1])
-    return out_SBHv, q_SBHd.new_empty(B, H, S, dtype=torch.float32)
+def _empty(shape: Sequence[int], like: Tensor, batch_first: bool) -> Tensor:
+    if batch_first:
+        return like.new_empty(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+    return like.new_empty(shape)
 
 
-def _gradients(*tensors: Tensor) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in tensors]
-
-
-def _batch_first(x_SBHd: Tensor) -> Tensor:
-    return x_SBHd.transpose(0, 1)
-
-
-def _single_sequence(x_T1Hd: Tensor) -> Tensor:
-    return x_T1Hd.squeeze(1)
+def _batches(x_SBHd: Tensor, documents: Documents | None) -> Tensor:
+    """[B, S, H, d], or the one sequence of documents [S, H, d]."""
+    return x_SBHd.transpose(0, 1) if documents is None else x_SBHd.squeeze(1)
 
 
 def _readable(x: Tensor) -> Tensor:

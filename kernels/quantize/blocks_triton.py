@@ -145,8 +145,7 @@ def fp8_rows(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    located = locate(blocks, width, OF_PART, PARTS, WHOLE, BLOCKS, BLOCK)
-    row, of_row, channel, known, here = located
+    row, of_row, channel, known, here = locate(blocks, width, OF_PART, PARTS, WHOLE, BLOCKS, BLOCK)
     values = load_fp32(elements(x, x_row, row, channel, BLOCK), here)
     # Values stay in registers from the maximum to the product: x is read once.
     up, down = powers(tl.max(tl.abs(values), 1), BIASED)
@@ -172,8 +171,7 @@ def dequantize_fp8_rows(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    located = locate(blocks, width, OF_PART, PARTS, WHOLE, BLOCKS, BLOCK)
-    row, of_row, channel, known, here = located
+    row, of_row, channel, known, here = locate(blocks, width, OF_PART, PARTS, WHOLE, BLOCKS, BLOCK)
     at = scale + row * scale_row + of_row * scale_block
     scales = tl.load(at, mask=known, other=0.0)[:, None]
     values = load_fp32(elements(data, data_row, row, channel, BLOCK), here) * scales

@@ -96,7 +96,7 @@ def forward(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = sliding_window or 0
         window = 0 if window >= key.shape[2] else window
-        out_SBHv = library.attention(q, k, v, s_aux, scale=scale, window=window)
+        out_SBHv = library.attention(q, k, v, s_aux, scale=scale, window=window, batch_first=True)
         return out_SBHv.transpose(0, 1), None
     S, T = query.shape[2], key.shape[2]
     if attention_mask is None and S > 1 and (s_aux is not None or (sliding_window or T) < T):

@@ -59,21 +59,29 @@ def test_a_window_counts_the_query_itself(window, left):
     assert mask.get("window_size_right") == (None if left is None else 0)
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("sinks", [None, torch.bfloat16, torch.float32])
-def test_shapes_of_what_it_returns(sinks):
+def test_shapes_of_what_it_returns(sinks, batch_first):
     """In the layout that the next projection reads; the library checks what it is given."""
     pytest.importorskip("flash_attn.cute")
     with fa4.without_gpu(), FakeTensorMode(), fa4_library.named() as kernels:
         q, k, v = heads(S=3, T=5, H=4, G=4, d=192, v=128, device="cuda")
         s = None if sinks is None else torch.zeros(4, dtype=sinks, device="cuda")
-        out, lse = fa4.run_forward(q, k, v, s, 0.1, 0)
-        assert out.shape == (3, 2, 4, 128) and out.is_contiguous() and out.dtype == q.dtype
+        options = None, batch_first
+        out, lse = fa4.run_forward(q, k, v, s, 0.1, 0, *options)
+        assert out.shape == (3, 2, 4, 128) and out.dtype == q.dtype
+        assert ordered(out, batch_first).is_contiguous()
         assert lse.shape == (2, 4, 3) and lse.dtype == torch.float32
-        gradients = fa4.run_backward(out.clone(), [q, k, v, out, lse], s, 0.1, 0, False)
+        gradients = fa4.run_backward(out.clone(), [q, k, v, out, lse], s, 0.1, 0, False, *options)
     for given, gradient in zip([q, k, v, *([] if s is None else [s])], gradients, strict=True):
         assert gradient.shape == given.shape and gradient.dtype == given.dtype
-        assert gradient.is_contiguous()
+        assert ordered(gradient, batch_first).is_contiguous()
     assert len(kernels) == 4
+
+
+def ordered(x, batch_first):
+    """x with its axes in the order of memory that is expected."""
+    return x.transpose(0, 1) if batch_first and x.ndim == 4 else x
 
 
 @pytest.mark.parametrize("sinks", [None, torch.bfloat16])
