@@ -14,10 +14,13 @@ from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.kernels.expert_mlp.backend import names
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.functional.custom_ops import decoded, encode
+from phalanx.kernels.functional.layouts import padded_layout
 from phalanx.kernels.functional.options import activation_named, check_backend, recipe_named
 from phalanx.kernels.quantize.recipe import Fp8Block, Recipe
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from phalanx.kernels.tracing import constant_in_graphs
+
+_CHANNELS = 64  # of a box of the kernels for Hopper
 
 
 class Problem(NamedTuple):
@@ -52,8 +55,19 @@ def choose(options: tuple[Any, ...], problem: tuple[Any, ...], layout: str) -> t
 
 @functools.cache
 def _chosen(options: tuple[Any, ...], problem: Problem, layout: str) -> tuple[str, str, int]:
+    if (wider := padded(options, problem)) is not problem:
+        layout, problem = padded_layout(layout, problem.ffn, wider.ffn), wider
     spec = specification(options, problem)
     return encode(spec, layout), spec.backend, spec.activation.facts.halves
+
+
+def padded(options: tuple[Any, ...], problem: Problem) -> Problem:
+    """The problem with F as kernels for GPUs need it, if `auto` takes them for no other reason."""
+    _, wanted, _, accumulate, _ = map(decoded, options)
+    wider = problem._replace(ffn=-(-problem.ffn // _CHANNELS) * _CHANNELS)
+    if wanted != "auto" or accumulate or not 0 < wider.ffn - problem.ffn <= problem.ffn / 4:
+        return problem
+    return wider if EXPERT_BACKENDS[explain(options, wider).backend].cuda else problem
 
 
 @functools.cache

@@ -119,9 +119,11 @@ def grouped_mlp(
 @grouped_mlp.register_fake
 def _(x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
     index, spec, keep_h = rest[2], rest[-2], rest[-1]
-    w1, w2, _, _ = in_kernel_shapes(MLPWeights(w1, w2, None, None), decode(spec)[1])
-    S = x.shape[0] if index is None else index.shape[0]
-    h_shape = (S, w1.shape[-2]) if keep_h else 0
+    layout = decode(spec)[1]
+    w1, w2, _, _ = in_kernel_shapes(MLPWeights(w1, w2, None, None), layout)
+    S, F = x.shape[0] if index is None else index.shape[0], w2.shape[-1]
+    H = w1.shape[-2] // F * (layout_named(layout).padded or F)
+    h_shape = (S, H) if keep_h else 0
     return x.new_empty(x.shape[0], w2.shape[-2]), x.new_empty(h_shape)
 
 

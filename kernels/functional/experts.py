@@ -28,6 +28,7 @@ from phalanx.kernels.functional.choice import (
     Problem,
     choose,
     explain,
+    padded,
     specification,
 )
 from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes, layout_named
@@ -313,7 +314,11 @@ def resolve_backend(
     stored = layout_named(chosen.layout)
     E, D, F = (local(w2).mT if stored.transposed else local(w2)).shape
     problem = Problem(x.device, product_dtype(x), D, F, E, top_k or 0, top_k is None)
-    return explain(chosen.constants, problem)
+    wider = padded(chosen.constants, problem)
+    choice = explain(chosen.constants, wider)
+    if wider != problem:
+        choice = choice._replace(reason=f"{choice.reason}; F is padded to {wider.ffn}")
+    return choice
 
 
 def _offsets(counts: Tensor | Sequence[int], rows_SD: Tensor, experts: int) -> Tensor:

@@ -8,9 +8,10 @@ speed of memory; tiles in Triton on NVIDIA GPUs have whole lines on both sides.
 Legend: E experts, D hidden, F expert width, H = 2F for gated activations and F for others.
 """
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.functional.copies import resize_rows
 
 
 def transposed(x: Tensor, *, interleaved: bool, back: bool) -> Tensor:
@@ -62,28 +64,38 @@ class WeightLayout:
 
     transposed: bool = False  # [E, in, out]: w1 [E, D, H] and w2 [E, F, D]
     interleaved: bool = False  # channels of w1 and b1: gate 0, up 0, gate 1, ...
+    ffn: int = 0  # F, if the kernels read `padded` channels in place of F: zeros are behind them
+    padded: int = 0
 
     def to_kernels(self, x: Tensor, *, fc1: bool) -> Tensor:
-        """A weight [E, ., .] or bias [E, .] as the kernels read it; differentiable.
+        """A weight [E, ., .] or bias [E, .] as the kernels read it; differentiable if not padded.
 
-        It is contiguous, by at most one copy. `fc1`: w1 or b1, not w2 or b2. ValueError for an odd
-        number of channels, which cannot alternate.
+        It is contiguous, by at most one copy, and another if it is padded. `fc1`: w1 or b1, not w2
+        or b2. ValueError for an odd number of channels, which cannot alternate.
         """
         shaped, interleaved = self.in_kernel_shape(x, fc1=fc1), self.interleaved and fc1
         if shaped is not x:
-            return transposed(x, interleaved=interleaved, back=False)
-        if interleaved:
+            x = transposed(x, interleaved=interleaved, back=False)
+        elif interleaved:
             x = x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-        return x.contiguous()
+        return self._resized(x.contiguous(), self.ffn, self.padded, fc1)
 
     def from_kernels(self, x: Tensor, *, fc1: bool) -> Tensor:
         """The inverse of `to_kernels`."""
         interleaved = self.interleaved and fc1
+        x = self._resized(x.contiguous(), self.padded, self.ffn, fc1)
         if self.transposed and x.ndim == 3:
             return transposed(x, interleaved=interleaved, back=True)
         if interleaved:
             x = x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         return x.contiguous()
+
+    def _resized(self, x: Tensor, ffn: int, to: int, fc1: bool) -> Tensor:
+        if not self.padded or (x.ndim == 2 and not fc1):
+            return x
+        rest = x.shape[2:].numel() if fc1 else 1
+        shape = (len(x), -1, *x.shape[2:]) if fc1 else (*x.shape[:2], to)
+        return resize_rows(x.view(-1, ffn * rest), to * rest).view(shape)
 
     def in_kernel_shape(self, x: Tensor, *, fc1: bool) -> Tensor:
         """A view in the shape that the kernels read, its channels in any order.
@@ -110,11 +122,19 @@ LAYOUTS: dict[str, WeightLayout] = {
 """Layouts by name: `halves` is the kernels', `transposed_interleaved` GPT-OSS's."""
 
 
+@functools.cache
 def layout_named(name: str) -> WeightLayout:
-    """The layout of this name; ValueError for an unknown one."""
+    """The layout of this name, of `padded_layout` too; ValueError for an unknown one."""
+    name, _, sizes = name.partition(" ")
     if name not in LAYOUTS:
         raise ValueError(f"layout={name!r} is unknown: use one of {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
+    ffn, padded = map(int, sizes.split() or (0, 0))
+    return replace(LAYOUTS[name], ffn=ffn, padded=padded)
+
+
+def padded_layout(layout: str, ffn: int, padded: int) -> str:
+    """Name of a layout whose F channels the kernels read as `padded` ones."""
+    return f"{layout} {ffn} {padded}"
 
 
 def in_kernel_layout(weights: MLPWeights, layout: str) -> MLPWeights:
@@ -136,7 +156,7 @@ def in_kernel_shapes(weights: MLPWeights, layout: str) -> MLPWeights:
     ValueError for an unknown layout, or one of gated weights for others.
     """
     stored = layout_named(layout)
-    if stored is HALVES:
+    if stored == HALVES:
         return weights
     w1 = stored.in_kernel_shape(weights.w1, fc1=True)
     w2 = stored.in_kernel_shape(weights.w2, fc1=False)

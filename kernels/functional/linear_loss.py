@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels.functional.copies import scaled
 from phalanx.kernels.functional.options import (
     check_devices,
     check_floats,
@@ -166,16 +167,9 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx_ND, dw_VD = ctx.saved_tensors
-        dx = None if dx_ND is None else _scaled(dx_ND, grad, dx_ND.dtype)
-        dw = None if dw_VD is None else _scaled(dw_VD, grad, ctx.weight_dtype)
+        dx = None if dx_ND is None else scaled(dx_ND, grad, dx_ND.dtype)
+        dw = None if dw_VD is None else scaled(dw_VD, grad, ctx.weight_dtype)
         return dx, dw, None, None, None, None
-
-
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times a scalar in a dtype, in one pass, with one rounding."""
-    out = torch.empty_like(x, dtype=dtype)
-    # With two axes it counts in the dtype of the product: a scalar would be rounded to that of x.
-    return torch.mul(x, factor.view(1, 1), out=out)
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -47,14 +47,16 @@ def gpu(capability: tuple[int, int], packages: frozenset[str] = COMPILER) -> Ite
         cache.cache_clear()
 
 
-def given(dtype: torch.dtype, top_k: int = 2, ffn: int = F, experts: int = E) -> dict[str, Tensor]:
+def given(
+    dtype: torch.dtype, top_k: int = 2, ffn: int = F, experts: int = E, hidden: int = D
+) -> dict[str, Tensor]:
     where: Any = dict(device="cuda", dtype=dtype)
     return dict(
-        x=torch.empty(T, D, **where),
+        x=torch.empty(T, hidden, **where),
         topk_idx=torch.empty(T, top_k, dtype=torch.int32, device="cuda"),
         topk_prob=torch.empty(T, top_k, device="cuda"),
-        w1=torch.empty(experts, 2 * ffn, D, **where),
-        w2=torch.empty(experts, D, ffn, **where),
+        w1=torch.empty(experts, 2 * ffn, hidden, **where),
+        w2=torch.empty(experts, hidden, ffn, **where),
     )
 
 
@@ -76,9 +78,9 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any], str, list[str]]] = {
     "RTX": (RTX, dict(dtype=BRAIN), READS, ["not torch: needs CUDA capability 9.x or 10.x, no"]),
     "odd": (
         HOPPER,
-        dict(dtype=BRAIN, ffn=72),
+        dict(dtype=BRAIN, hidden=72),
         "torch on this GPU (",
-        ["not fused: needs whole boxes of 64 channels: hidden=64 and ffn=72 must be multiples"],
+        ["not fused: needs whole boxes of 64 channels: hidden=72 and ffn=128 must be multiples"],
     ),
     "choices": (
         HOPPER,
@@ -126,6 +128,31 @@ def test_another_reason_is_told_too() -> None:
         for dtype in (HALF, SINGLE, HALF):
             grouped_experts(**given(dtype))
         assert [("fp16" in str(w.message)) for w in told] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("capability", "ffn", "dtype", "backend"),
+    [
+        (HOPPER, 648, BRAIN, "fused"),
+        (HOPPER, 640, BRAIN, "fused"),
+        (HOPPER, 72, BRAIN, "torch"),  # 128 are too many more
+        (HOPPER, 648, SINGLE, "reference"),
+        (A100, 648, BRAIN, "reference"),
+    ],
+)
+def test_channels_are_padded_where_kernels_lack_nothing_else(
+    capability: tuple[int, int], ffn: int, dtype: torch.dtype, backend: str
+) -> None:
+    with gpu(capability):
+        of = given(dtype, ffn=ffn)
+        found = resolved(of)
+        assert found.backend == backend
+        padded = ffn == 648 and backend == "fused"
+        assert found.reason.endswith("; F is padded to 704") == padded
+        if padded:
+            assert grouped_experts(**of).shape == of["x"].shape
+            with pytest.raises(ValueError, match="whole boxes of 64 channels"):
+                resolved(of, backend="fused")
 
 
 def test_the_best_kernels_need_no_word() -> None:
