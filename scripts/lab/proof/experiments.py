@@ -1,5 +1,6 @@
 """The list of experiments: names, overrides, learning rates found by a sweep, expected seconds."""
 
+import math
 import os
 import re
 import subprocess
@@ -53,9 +54,21 @@ class Experiment:
         left = self.steps - (ends[-1]["at"] if ends else 0)
         return left if left == 0 or self.resumes else self.steps
 
+    def seconds_left(self, results: Path) -> float:
+        """Seconds of its steps that are left, by the last one that was logged."""
+        logged = [r for r in _steps(results / self.name) if "step_time" in r]
+        if not logged:
+            return math.inf
+        return float((self.steps - logged[-1]["step"]) * logged[-1]["step_time"])
+
     def is_done(self, results: Path) -> bool:
         """Return whether the run in a folder of results is complete."""
         return self.steps_left(results) == 0
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return read(path) if path.exists() else []
 
 
 def _is_end(record: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ capture of graphs, validations and checkpoints. The picture is drawn if --plot n
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     paths = [path / "metrics.jsonl" if path.is_dir() else path for path in args.runs]
     names = short_names([str(path.resolve().parent) for path in paths])
-    runs = {name: points(path) for name, path in zip(names, paths, strict=True)}
+    given = zip(names, paths, strict=True)
+    runs = {name: points(path, median=args.median) for name, path in given}
     print(table(runs))
     print()
     print(reached_table(runs))
@@ -69,14 +71,18 @@ def parser() -> argparse.ArgumentParser:
     p = programs.parser("plot_bits", __doc__)
     add = p.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN")
+    add("--median", action="store_true", help="seconds by the median step, not by all")
     add("--plot", type=Path, metavar="PNG", help="draw the curves")
     add("--below", type=float, metavar="BITS", help="draw what is below BITS per byte alone")
     add("--json", type=Path, metavar="OUT", help="write the points of the curves")
     return p
 
 
-def points(path: Path) -> list[Point]:
-    """Validations of a metrics.jsonl by step, or ValueError if none has bits per byte."""
+def points(path: Path, *, median: bool = False) -> list[Point]:
+    """Validations of a metrics.jsonl by step, or ValueError if none has bits per byte.
+
+    With `median` all steps take as long as the median of those that were logged.
+    """
     records = read(path)
     found = [record for record in records if is_finite(record.get(_KEY))]
     # A step that validated and was not logged has no speed; FLOPs of a token are always the same.
@@ -85,11 +91,13 @@ def points(path: Path) -> list[Point]:
         reason = "give a run with run.eval_interval on data of prepare_data.py"
         raise ValueError(f"{path} has no validation with bits per byte: {reason}")
     flops = 1e12 * logged[-1]["tflops_per_gpu"] / logged[-1]["tokens_per_second_per_gpu"]
-    return [_point(record, flops) for record in found]
+    step = statistics.median(r["step_time"] for r in logged) if median else None
+    return [_point(record, flops, step) for record in found]
 
 
-def _point(record: dict[str, Any], flops: float) -> Point:
-    seconds = sum(record["seconds"].get(kind, 0.0) for kind in _COUNTED)
+def _point(record: dict[str, Any], flops: float, step: float | None) -> Point:
+    counted = sum(record["seconds"].get(kind, 0.0) for kind in _COUNTED)
+    seconds = counted if step is None else record["step"] * step
     prefix = f"{_KEY}/"
     domains = {k.removeprefix(prefix): v for k, v in record.items() if k.startswith(prefix)}
     return Point(record["tokens"], record["tokens"] * flops, seconds, record[_KEY], domains)

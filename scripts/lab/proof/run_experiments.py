@@ -2,14 +2,16 @@
 """Run the experiments of docs/proof in the order of their list, one on each GPU at a time.
 
     python scripts/lab/proof/run_experiments.py data/corpus results --seconds 1200 [--gpus 2]
-        [--copy FOLDER] [--plan] [--tiny]
+        [--ahead S] [--copy FOLDER] [--plan] [--tiny]
 
 Complete runs in the folder of results are skipped, so that the same command continues. A run starts
 only if its expected time fits into the rest of --seconds; expected times are those of dry runs,
 and follow what the runs before took. A run with run.save_interval=0 also starts if it does not fit:
 it saves a checkpoint before the time is up, and the next call goes on from there. A run waits for
 all runs of its sweep. A GPU for each run gives more runs than all GPUs for each: nothing is
-exchanged, and a GPU is idle only while its own run starts. --list names another list than
+exchanged, and a GPU is idle only while its own run starts. --ahead lets the next run start while
+the steps of the last S seconds of the one before are computed; then medians of steps tell their
+times (`plot_bits.py --median`). --list names another list than
 experiments.yaml. --plan prints the expected times and what fits, and runs nothing.
 """
 
@@ -22,14 +24,20 @@ import tarfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a checkout that is not installed
 
 from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
-from phalanx.scripts.lab.proof.experiments import Experiment, Plan, expected_seconds, read_plan
+from phalanx.scripts.lab.proof.experiments import (
+    START,
+    Experiment,
+    Plan,
+    expected_seconds,
+    read_plan,
+)
 
 _STOPPING = 10.0  # seconds that a run has to end after it is told to
 _SAVING = 60.0
@@ -55,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"run_experiments: {error}", file=sys.stderr)
         return 2
-    print(timetable(plan, expected, args.gpus, args.seconds, args.results), flush=True)
+    ahead = min(args.ahead, START)
+    shown = {name: seconds - ahead for name, seconds in expected.items()}
+    print(timetable(plan, shown, args.gpus, args.seconds, args.results), flush=True)
     if args.plan:
         return 0
     return Queue(plan, expected, args, begin + args.seconds).run()
@@ -68,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("results", type=Path, metavar="RESULTS", help="folder of the runs")
     add("--seconds", type=float, required=True, metavar="S", help="time for all runs")
     add("--gpus", type=int, default=2, metavar="N", help="runs at a time (default: 2)")
+    add("--ahead", type=float, default=0.0, metavar="S", help="seconds (default: 0)")
     add("--list", type=Path, default=Path(__file__).with_name("experiments.yaml"), metavar="FILE")
     add("--machine", default="h100", metavar="GPU", help="of expected times (default: h100)")
     add("--copy", type=Path, metavar="FOLDER", help="gets results.tar.gz after each run")
@@ -127,8 +138,18 @@ class Queue:
         return bool(self._failed)
 
     def _work(self, gpu: int) -> None:
-        while (experiment := self._take()) is not None:
-            self._do(experiment, gpu)
+        done: list[Future[None]] = []
+        with ThreadPoolExecutor(2) as pool:
+            while (experiment := self._take()) is not None:
+                wait(done[:-1])  # at most two are on a GPU
+                done.append(pool.submit(self._do, experiment, gpu))
+                while not self._is_ending(experiment) and not done[-1].done():
+                    wait(done[-1:], timeout=0.5)
+        for each in done:
+            each.result()
+
+    def _is_ending(self, experiment: Experiment) -> bool:
+        return experiment.seconds_left(self._args.results) <= self._args.ahead > 0
 
     def _take(self) -> Experiment | None:
         """The first run that fits and whose sweep is over; None if there is none."""

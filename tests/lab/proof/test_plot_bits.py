@@ -61,6 +61,18 @@ def test_tables_have_the_end_and_the_way_to_the_first_runs_bits(
     ]
 
 
+def test_seconds_by_the_median_leave_out_what_disturbed_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = run(tmp_path / "alone", [4.0, 3.0, 2.0], tokens_per_second=100)
+    lines = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
+    times = iter([9.0, 9.5, 30.0])
+    lines = [d | {"step_time": next(times)} if "tflops_per_gpu" in d else d for d in lines]
+    (alone / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert plot_bits.main([str(alone), "--median"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[4] == "28.5"
+
+
 def test_a_run_that_is_better_from_the_start_counts_from_its_first_validation(
     tmp_path: Path,
 ) -> None:

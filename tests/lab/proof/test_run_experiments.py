@@ -33,6 +33,15 @@ if given["run.name"] == os.environ.get("SLOW"):
             sys.exit()
         signal.signal(signal.SIGTERM, save)
     time.sleep(60)
+if given["run.name"] == os.environ.get("ENDING"):  # it ends once another has begun
+    row = {"step": steps - 1, "step_time": 0.01}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+    begun = lambda: (folder.parent / "order.txt").read_text().split().count("0")
+    before, end = begun(), time.monotonic() + 20
+    while begun() == before:
+        if time.monotonic() > end:
+            sys.exit("nobody came")
+        time.sleep(0.05)
 bits = {"model=dense": 3.0, "model=moe": 2.0}["model=" + given["model"]]
 bits += abs(float(given["optim.lr"]) - 2e-3)
 rows = [{"step": steps, "valid_bits_per_byte": bits}, {"event": "summary", "at": steps}]
@@ -86,6 +95,20 @@ def test_runs_take_the_rate_of_the_sweep_and_are_not_repeated(
 
 
 RATES = ("1e-3", "2e-3")
+
+
+@pytest.mark.parametrize(("ahead", "code"), [("5", 0), ("0", 1)])
+def test_the_next_run_may_start_ahead(
+    ahead: str, code: int, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENDING", "sweep_dense_1e-3")
+    if code:
+        monkeypatch.setattr(experiments, "START", 0.0)
+        text = (tmp_path / "train.py").read_text()
+        (tmp_path / "train.py").write_text(text.replace("monotonic() + 20", "monotonic() + 1"))
+    command += ["--seconds", "1000", "--gpus", "1", "--ahead", ahead]
+    assert run_experiments.main(command) == code
+    assert len(order(tmp_path)) == 6
 
 
 def test_a_failed_run_does_not_hold_up_the_others(
