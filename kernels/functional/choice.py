@@ -55,19 +55,23 @@ def choose(options: tuple[Any, ...], problem: tuple[Any, ...], layout: str) -> t
 
 @functools.cache
 def _chosen(options: tuple[Any, ...], problem: Problem, layout: str) -> tuple[str, str, int]:
-    if (wider := padded(options, problem)) is not problem:
-        layout, problem = padded_layout(layout, problem.ffn, wider.ffn), wider
+    problem, layout = fitted(options, problem, layout)
     spec = specification(options, problem)
     return encode(spec, layout), spec.backend, spec.activation.facts.halves
 
 
-def padded(options: tuple[Any, ...], problem: Problem) -> Problem:
-    """The problem with F as kernels for GPUs need it, if `auto` takes them for no other reason."""
+def fitted(
+    options: tuple[Any, ...], problem: Problem, layout: str = "halves"
+) -> tuple[Problem, str]:
+    """Both with F padded as kernels for GPUs need it, if `auto` takes them for no other reason."""
     _, wanted, _, accumulate, _ = map(decoded, options)
-    wider = problem._replace(ffn=-(-problem.ffn // _CHANNELS) * _CHANNELS)
-    if wanted != "auto" or accumulate or not 0 < wider.ffn - problem.ffn <= problem.ffn / 4:
-        return problem
-    return wider if EXPERT_BACKENDS[explain(options, wider).backend].cuda else problem
+    F = -(-problem.ffn // _CHANNELS) * _CHANNELS
+    wider = problem._replace(ffn=F)
+    if wanted != "auto" or accumulate or not 0 < F - problem.ffn <= problem.ffn / 4:
+        return problem, layout
+    if not EXPERT_BACKENDS[explain(options, wider).backend].cuda:
+        return problem, layout
+    return wider, padded_layout(layout, problem.ffn, F)
 
 
 @functools.cache

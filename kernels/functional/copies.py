@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@torch.no_grad()
 def resize_rows(rows_SD: Tensor, channels: int) -> Tensor:
-    """A copy [S, channels] of contiguous rows: cut, or with zeros behind them."""
-    if rows_SD.is_cuda:
+    """A copy [S, channels] of contiguous rows: cut, or with zeros behind them; differentiable."""
+    if rows_SD.is_cuda and not (torch.is_grad_enabled() and rows_SD.requires_grad):
         from phalanx.kernels.functional.copies_triton import resize
 
         return resize(rows_SD, channels)

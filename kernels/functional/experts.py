@@ -28,7 +28,7 @@ from phalanx.kernels.functional.choice import (
     Problem,
     choose,
     explain,
-    padded,
+    fitted,
     specification,
 )
 from phalanx.kernels.functional.layouts import in_kernel_layout, in_kernel_shapes, layout_named
@@ -168,10 +168,13 @@ def _over_ranks(
     if not routing.idx.numel():  # on no rank: nothing travels
         return experts(x, routing, weights, options)
     x_TD, stored, chosen = _operands(x, weights, options)
-    own, K = in_kernel_layout(stored, chosen.layout), routing.idx.shape[-1]
+    shaped, K = in_kernel_shapes(stored, chosen.layout), routing.idx.shape[-1]
+    problem = Problem(*_problem(x_TD, shaped.w2, K))
+    problem, layout = fitted(chosen.constants, problem, chosen.layout)
     with torch.autocast(x.device.type, enabled=False):
-        spec = specification(chosen.constants, Problem(*_problem(x_TD, own.w2, K)))
-        check_channels("x", x_TD, own, spec.activation.facts.halves, chosen.kind)
+        spec = specification(chosen.constants, problem)
+        check_channels("x", x_TD, shaped, spec.activation.facts.halves, chosen.kind)
+        own = in_kernel_layout(stored, layout)
         E = len(own.w1) * group.size
         idx_TK = as_int32(routing.idx.reshape(-1, K), E)
         idx_TK = torch.where((idx_TK >= 0) & (idx_TK < E), idx_TK, -1)
@@ -314,7 +317,7 @@ def resolve_backend(
     stored = layout_named(chosen.layout)
     E, D, F = (local(w2).mT if stored.transposed else local(w2)).shape
     problem = Problem(x.device, product_dtype(x), D, F, E, top_k or 0, top_k is None)
-    wider = padded(chosen.constants, problem)
+    wider, _ = fitted(chosen.constants, problem)
     choice = explain(chosen.constants, wider)
     if wider != problem:
         choice = choice._replace(reason=f"{choice.reason}; F is padded to {wider.ffn}")

@@ -68,7 +68,7 @@ class WeightLayout:
     padded: int = 0
 
     def to_kernels(self, x: Tensor, *, fc1: bool) -> Tensor:
-        """A weight [E, ., .] or bias [E, .] as the kernels read it; differentiable if not padded.
+        """A weight [E, ., .] or bias [E, .] as the kernels read it; differentiable.
 
         It is contiguous, by at most one copy, and another if it is padded. `fc1`: w1 or b1, not w2
         or b2. ValueError for an odd number of channels, which cannot alternate.

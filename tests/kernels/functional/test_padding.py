@@ -8,7 +8,8 @@ from torch import Tensor
 
 from phalanx.kernels.api import SortedRows, TopK, experts, resolve_backend
 from phalanx.kernels.functional import choice
-from phalanx.kernels.functional.layouts import LAYOUTS
+from phalanx.kernels.functional import experts as functional
+from phalanx.kernels.functional.layouts import LAYOUTS, padded_layout
 
 E, D, F, T, K = 4, 64, 72, 33, 3
 
@@ -18,8 +19,12 @@ def padding(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Turns padding to 128 channels on and off for kernels that would not need it."""
 
     def turn(on: bool) -> None:
-        wider = lambda options, problem: problem._replace(ffn=128)  # noqa: E731
-        monkeypatch.setattr(choice, "padded", wider if on else lambda options, problem: problem)
+        def fitted(options: Any, problem: Any, layout: str = "halves") -> Any:
+            wider = problem._replace(ffn=128), padded_layout(layout, problem.ffn, 128)
+            return wider if on else (problem, layout)
+
+        for module in (choice, functional):
+            monkeypatch.setattr(module, "fitted", fitted)
         choice._chosen.cache_clear()
 
     yield turn
@@ -43,10 +48,22 @@ def made(
     return [*tensors, *[None] * (6 - len(tensors))]
 
 
-def results(given: list[Tensor | None], routing: Any, **options: Any) -> list[Tensor]:
+class Alone:
+    """A group of one rank."""
+
+    size = 1
+
+    def exchange(self, x: Tensor, routing: TopK, weights: Any, spec: Any) -> Tensor:
+        self.ffn = weights.w2.shape[-1]
+        return experts(x, routing, weights, {"backend": spec.backend})
+
+
+def results(
+    given: list[Tensor | None], routing: Any, group: Any = None, **options: Any
+) -> list[Tensor]:
     """Output and gradients."""
     x, prob, *weights = given
-    out = experts(x, routing(prob), weights, options)
+    out = experts(x, routing(prob), weights, options, group)
     wanted = [t for t in given if t is not None]
     return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), wanted)]
 
@@ -75,6 +92,18 @@ def test_output_and_gradients_stay(
                 results(given, routing, activation=activation, layout=layout, backend="reference")
             )
         check(*found, error=1e-13)
+
+
+def test_ranks_exchange_rows_of_padded_experts(padding: Any) -> None:
+    given, group = made("transposed", True, True), Alone()
+    route = lambda p: TopK(torch.zeros(T, K, dtype=torch.int32), p)  # noqa: E731
+    found = []
+    for on in (False, True):
+        padding(on)
+        found.append(results(given, route, group, layout="transposed", backend="reference"))
+        assert group.ffn == (128 if on else F)
+        padding(False)
+    check(*found, error=1e-13)
 
 
 def test_compiled_graphs_know_the_shapes(padding: Any) -> None:
