@@ -34,13 +34,14 @@ KINDS = {
 class Clock:
     """Seconds of a run by kind, each moment in one of them.
 
-    `earlier` are those of the launches before; this one `began` with the process by default, on the
-    scale of `time.perf_counter`.
+    `earlier` are those of the launches before, and `until` the time of their last line: this one
+    began with its process, or then if that is later.
     """
 
-    def __init__(self, earlier: dict[str, float] | None = None, began: float | None = None) -> None:
+    def __init__(self, earlier: dict[str, float] | None = None, until: float = 0.0) -> None:
         self.seconds = dict(earlier or {})  # `TRAINING` and those of `KINDS` that took any
-        self._since = _process_start() if began is None else began
+        began = max(psutil.Process().create_time(), min(until, time.time()))
+        self._since = time.perf_counter() - (time.time() - began)
 
     def lap(self, kind: str, most: float | None = None) -> None:
         """Add the time since the last lap to a kind; what exceeds `most` is left to the next."""
@@ -101,10 +102,6 @@ def goodput_line(seconds: dict[str, float]) -> str:
     parts = [f"{kind} {s / passed:.1%}" for s, kind in lost if s >= passed / 1000]
     text = f"goodput {goodput(seconds):.1%} of {passed:,.0f} s"
     return f"{text}; {', '.join(parts)}" if parts else text
-
-
-def _process_start() -> float:
-    return time.perf_counter() - (time.time() - psutil.Process().create_time())
 
 
 def slow_start() -> str:

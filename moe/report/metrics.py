@@ -69,7 +69,8 @@ class Metrics:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.clock = Clock(earlier(lines(self._path), step))
+            known = lines(self._path)
+            self.clock = Clock(earlier(known, step), known[-1].get("time", 0.0) if known else 0.0)
             self._journal = Journal(self._path, step, self._warn)
         except OSError as error:
             raise ValueError(f"cannot write to {folder} (run.dir, run.name): {error}") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.moe.report.loggers import lines
 from phalanx.parallel.checkpoint.saved_config import configuration
 from phalanx.parallel.fault.signals import AGAIN
 from phalanx.scripts.checkpoint import list_run
@@ -103,8 +104,8 @@ def test_checkpoints_know_their_phase(command: list[str], tmp_path: Path) -> Non
     assert names == [["short"], ["short", "long"], ["short", "long", "anneal"]]
     assert [config["data"]["sequence_length"] for config in found] == [16, 64, 64]
     assert [config["run"]["phases"][-1]["steps"] for config in found] == [4, 4, 4]
-    lines = [line.rpartition("  ")[2] for line in list_run(tmp_path / "run")]
-    assert lines == [f"complete, the end of phase {name}" for name in reversed(names[-1])]
+    ends = [line.rpartition("  ")[2] for line in list_run(tmp_path / "run")]
+    assert ends == [f"complete, the end of phase {name}" for name in reversed(names[-1])]
 
 
 def test_a_damaged_end_of_a_phase_goes_back_to_that_phase(
@@ -166,6 +167,13 @@ def test_processes_that_are_killed_in_each_phase(command: list[str], tmp_path: P
     whole(1, [*command, f"run.dir={tmp_path / 'b'}"])
     one, other = (exact(records(tmp_path / name / "run")) for name in "ab")
     assert one == other and len(one) == 12
+    # The end of a phase has counted all time until then, and what follows none of it again.
+    written = lines(tmp_path / "a/run/metrics.jsonl")
+    ends = [i for i, record in enumerate(written) if record.get("event") == "summary"]
+    assert [written[i]["at"] for i in ends] == [4, 8, 12]
+    for end, later in ((written[i], record) for i in ends for record in written[i:]):
+        counted = sum(later["seconds"].values()) - sum(end["seconds"].values())
+        assert counted < later["time"] - end["time"] + 0.05
 
 
 @pytest.mark.slow

@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from phalanx.configs.schema import Config
-from phalanx.moe.report import goodput as module
-from phalanx.moe.report.goodput import TRAINING, Clock, earlier, goodput, goodput_line
+from phalanx.moe.report.goodput import TRAINING, Clock, earlier, goodput, goodput_line, slow_start
 from phalanx.moe.report.loggers import lines, start_facts
 from phalanx.moe.report.metrics import Metrics
 from phalanx.parallel.fault import activity
@@ -19,6 +19,7 @@ class Host:
     """Clock of a host that a test moves."""
 
     now = 100.0
+    process = 100.0  # when the process was created
 
     def __call__(self) -> float:
         return self.now
@@ -28,6 +29,8 @@ class Host:
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     host = Host()
     monkeypatch.setattr(time, "perf_counter", host)
+    monkeypatch.setattr(time, "time", lambda: 1e9 + host.now)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 1e9 + host.process)
     return host
 
 
@@ -38,7 +41,8 @@ def spend(clock: Clock, host: Host, **seconds: float) -> None:
 
 
 def test_every_moment_is_of_one_kind(host: Host) -> None:
-    clock = Clock({"start": 1.0}, began=98.0)
+    host.process = 98.0
+    clock = Clock({"start": 1.0})
     spend(clock, host, start=3.0, training=4.0, data=0.5)
     host.now += 10.0
     clock.lap("reruns", most=4.0)
@@ -66,11 +70,11 @@ def test_a_slow_start_names_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] = seconds
         activity.set_activity(f"start: {part}")
     assert activity.startup_times() == {"configuration": 1.0, "imports": 57.99, "data": 0.01}
-    assert not module.slow_start()
+    assert not slow_start()
     now[0] = 62.0
     activity.set_activity("step 1: data")
     want = "the start took 62.0 s: imports 58.0 s, model 3.0 s, configuration 1.0 s"
-    assert module.slow_start() == want
+    assert slow_start() == want
 
 
 def test_the_line_has_the_largest_loss_first() -> None:
@@ -80,12 +84,12 @@ def test_the_line_has_the_largest_loss_first() -> None:
     assert goodput({}) == 0.0
 
 
-def run(folder: Path, step: int, host: Host, monkeypatch: pytest.MonkeyPatch) -> Metrics:
-    """Metrics of a launch that begins now."""
+def run(folder: Path, step: int, host: Host, *, replaced: bool = False) -> Metrics:
+    """Metrics of a launch that begins now, in a new process or in one whose program it replaces."""
     cfg = Config()
     cfg.run.steps = 100
-    began = host.now
-    monkeypatch.setattr(module, "_process_start", lambda: began)
+    if not replaced:
+        host.process = host.now
     return Metrics(folder, cfg, True, step=step, stream=io.StringIO())
 
 
@@ -101,15 +105,13 @@ def launch(metrics: Metrics, host: Host, first: int, last: int, saves: int) -> N
             metrics.event("saved")
 
 
-def test_a_resumed_run_goes_on_with_the_sums(
-    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_goes_on_with_the_sums(tmp_path: Path, host: Host) -> None:
     """Killed after step 6, resumed from step 4, killed at once, resumed again, to step 8."""
-    launch(run(tmp_path, 0, host, monkeypatch), host, 1, 6, saves=4)
+    launch(run(tmp_path, 0, host), host, 1, 6, saves=4)
     host.now += 1000.0  # waits for a machine
-    launch(run(tmp_path, 4, host, monkeypatch), host, 5, 4, saves=0)
+    launch(run(tmp_path, 4, host), host, 5, 4, saves=0)
     host.now += 1000.0
-    metrics = run(tmp_path, 4, host, monkeypatch)
+    metrics = run(tmp_path, 4, host)
     launch(metrics, host, 5, 8, saves=0)
     want = {"start": 15.0, TRAINING: 16.0, "checkpoints": 1.0, "undone": 4.0}
     assert metrics.clock.seconds == want
@@ -123,10 +125,27 @@ def test_a_resumed_run_goes_on_with_the_sums(
     assert end["goodput"] == pytest.approx(16 / 39)
 
 
-def test_a_rollback_undoes_steps_once(
-    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics = run(tmp_path, 0, host, monkeypatch)
+def test_a_phase_in_the_same_process_counts_no_moment_twice(tmp_path: Path, host: Host) -> None:
+    """The program of the next phase replaces that of the one before; the process is as old."""
+    metrics = run(tmp_path, 0, host)
+    launch(metrics, host, 1, 4, saves=4)
+    metrics.close()
+    host.now += 2.0  # what has no line: the end of the first program
+    metrics = run(tmp_path, 4, host, replaced=True)
+    launch(metrics, host, 5, 6, saves=0)
+    want = {"start": 12.0, TRAINING: 12.0, "checkpoints": 1.0, "end": 0.0}
+    assert metrics.clock.seconds == want
+    assert sum(want.values()) == host.now - host.process
+
+
+def test_a_line_of_a_clock_that_is_ahead_takes_no_time_away(host: Host) -> None:
+    clock = Clock({"start": 1.0}, until=1e9 + host.now + 60)
+    spend(clock, host, start=2.0)
+    assert clock.seconds == {"start": 3.0}
+
+
+def test_a_rollback_undoes_steps_once(tmp_path: Path, host: Host) -> None:
+    metrics = run(tmp_path, 0, host)
     launch(metrics, host, 1, 6, saves=4)
     spend(metrics.clock, host, skipped=2.5)
     metrics.rewind(4)
@@ -134,14 +153,12 @@ def test_a_rollback_undoes_steps_once(
     want = {"start": 5.0, TRAINING: 8.0, "checkpoints": 1.0, "skipped": 2.5, "undone": 4.0}
     assert metrics.clock.seconds == want
     host.now += 9.0
-    assert run(tmp_path, 4, host, monkeypatch).clock.seconds == want
+    assert run(tmp_path, 4, host).clock.seconds == want
 
 
-def test_a_new_run_starts_at_zero(
-    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch(run(tmp_path, 0, host, monkeypatch), host, 1, 6, saves=4)
-    assert run(tmp_path, 0, host, monkeypatch).clock.seconds == {}
+def test_a_new_run_starts_at_zero(tmp_path: Path, host: Host) -> None:
+    launch(run(tmp_path, 0, host), host, 1, 6, saves=4)
+    assert run(tmp_path, 0, host).clock.seconds == {}
 
 
 def test_records_of_before_have_no_times() -> None:
