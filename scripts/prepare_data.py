@@ -527,7 +527,7 @@ def join(
 def keep_tokenizer(recipe: Tokenization, output: Path) -> None:
     """Copy tokenizer.json next to the output, for sampling from a model trained on it.
 
-    So is the chat template, for an export.
+    So is the chat template, for chats with it and for an export.
     """
     template = chat_template_beside(str(output))
     if recipe.supervised and recipe.supervised.template:

@@ -91,24 +91,27 @@ def sample(args: argparse.Namespace) -> None:
         Sampler(args.temperature, args.top_p, args.seed + number, args.top_k)
         for number in range(len(prompts))
     ]
-    chat = chat_of(args.tokenizer, args.chat_template) if args.chat else None
-    if args.chat and chat is None:
-        raise ValueError(command.NO_TEMPLATE)
     with predictor_of(args) as predictor:
         vocabulary = predictor.cfg.model.vocab_size
         given, choice = (args.tokenizer, args.eod), args.special_text
         codec = codec_of(predictor.common, vocabulary, *given, special_text=choice)
+        chat = None
+        if args.chat:
+            data = predictor.common.get("config", {}).get("data", {})
+            chat = chat_of(args.tokenizer, args.chat_template, data, codec)
+            if chat is None:
+                raise ValueError(command.NO_TEMPLATE)
         print(f"-- {predictor.path}: step {predictor.step}", file=sys.stderr)
         ids = []
         for prompt in prompts:
             text = chat.text([{"role": "user", "content": prompt}]) if chat else prompt
             alone = predictor.cfg.data.document_mask or chat is not None
             ids.append(started(codec, text, alone=alone))
-            if spelled := Counter(token for token, _ in codec.encoder.spelled(text)):
+            if spelled := Counter(token for token, _ in codec.encoder.spelled(prompt)):
                 what = f"special tokens in the prompt, taken as {choice}"
                 print(f"-- {what}: {listed(spelled)}", file=sys.stderr)
         ends = () if args.no_stop else codec.ends
-        page = Page([shown(prompt) for prompt in prompts])
+        page = Page([shown(prompt) + "\n" * (chat is not None) for prompt in prompts])
         for first in range(0, len(prompts), args.batch):
             rows = slice(first, first + args.batch)
             batch = Batch(

@@ -57,7 +57,6 @@ class _Opener:
 
         args = copy.copy(self._args)
         args.run, args.step = argument(str(path)), None
-        chat = chat_of(args.tokenizer, args.chat_template)
         with predictor_of(args) as predictor:
             codec = codec_of(
                 predictor.common,
@@ -66,6 +65,8 @@ class _Opener:
                 args.eod,
                 special_text=args.special_text,
             )
+            data = predictor.common.get("config", {}).get("data", {})
+            chat = chat_of(args.tokenizer, args.chat_template, data, codec)
             yield Model(predictor, codec, chat, args.context)
 
 

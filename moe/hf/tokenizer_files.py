@@ -15,10 +15,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from phalanx.moe.data.documents import chat_template_beside
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import BYTES
 from phalanx.moe.data.tokenizer import special_tokens as checks
+from phalanx.moe.data.tokenizer.chat_template import template_of_data
 from phalanx.moe.data.tokenizer.encoder import byte_tokenizer, load_tokenizer
 from phalanx.moe.data.tokenizer.special_tokens import (
     GENERATION,
@@ -27,7 +27,6 @@ from phalanx.moe.data.tokenizer.special_tokens import (
     check_of_data,
     check_of_model,
     json_object,
-    prefixes,
     sidecars,
     tokenizer_of_data,
     tokenizers_of,
@@ -169,9 +168,9 @@ def files_of_data(data: dict[str, Any], vocab_size: int) -> TokenizerFiles:
         check_of_model(Path(name), made.get_vocab(with_added_tokens=True), vocab_size)
     except DataError as error:
         return TokenizerFiles(f"no tokenizer: {error}; {advice}")
-    templates = [file for each in prefixes(data) if (file := chat_template_beside(each)).is_file()]
-    note = f"tokenizer: that of the data, {name}" + ", with its chat template" * bool(templates)
-    return TokenizerFiles(note, tokenizer=made, pad=pad, template=next(iter(templates), None))
+    template = template_of_data(data)
+    note = f"tokenizer: that of the data, {name}" + ", with its chat template" * bool(template)
+    return TokenizerFiles(note, tokenizer=made, pad=pad, template=template)
 
 
 def _padding(path: Path) -> str | None:

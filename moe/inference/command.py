@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
 
 
-TEMPLATE_HELP = "Jinja template of chats (default: that beside the tokenizer, if there is one)"
+TEMPLATE_HELP = "Jinja template of chats (default: that beside the tokenizer, or the run's data)"
 NO_TEMPLATE = (
-    "the tokenizer has no chat template: give --tokenizer FOLDER with one, or --chat-template FILE"
+    "neither the tokenizer nor the run's data has a chat template: give --tokenizer FOLDER with "
+    "one, or --chat-template FILE"
 )
 
 

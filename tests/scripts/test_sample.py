@@ -186,7 +186,7 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         (sample.main, [run, "--batch", "0"], "--batch 0: must be at least 1"),
         (sample.main, [run, "--stop", ""], "--stop: an empty text is everywhere"),
         (sample.main, [run, "--top-k", "3"], "--top-k 3: needs a --temperature above 0"),
-        (sample.main, [run, "--chat"], "has no chat template: give --tokenizer FOLDER with one"),
+        (sample.main, [run, "--chat"], "has a chat template: give --tokenizer FOLDER with one"),
     ):
         output = command(main, *given)
         assert output.code == 2 and why in output.err and not output.out, output

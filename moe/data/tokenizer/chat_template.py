@@ -8,18 +8,19 @@ import.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from phalanx.moe.data.documents import chat_template_beside
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.tokenizer.special_tokens import json_object
+from phalanx.moe.data.tokenizer.special_tokens import json_object, prefixes
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -77,8 +78,11 @@ class Renderer:
         self._environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
             self._template = self._environment.from_string(text)
+            named = meta.find_undeclared_variables(self._environment.parse(text))
         except jinja2.TemplateError as error:
             raise TemplateFault(error) from None
+        self.unknown = sorted(n for n in named if n.endswith("_token") and n not in tokens)
+        """Special tokens that the template names and nobody defines: their text is empty."""
 
     def render(
         self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
@@ -132,6 +136,12 @@ def _refuse(message: str) -> None:
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+def template_of_data(data: Mapping[str, Any]) -> Path | None:
+    """The chat template that is kept next to a run's data section, that of the first source."""
+    files = map(chat_template_beside, prefixes(data))
+    return next((file for file in files if file.is_file()), None)
 
 
 def find_template(

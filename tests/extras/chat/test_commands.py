@@ -2,15 +2,17 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.scripts import convert_hf, evaluate, prepare_data, sample, train_tokenizer
+from phalanx.extras.serving.program import _Opener
+from phalanx.scripts import convert_hf, evaluate, prepare_data, sample, serve, train_tokenizer
 from phalanx.scripts.lab.corpus import make_questions
 from tests.support.runs import SMALL, records, run
-from tests.support.tiny_runs import command
+from tests.support.tiny_runs import command, step_of
 
 pytestmark = pytest.mark.dist
 
@@ -88,11 +90,34 @@ def test_a_pretrained_model_learns_to_answer(folder: Path) -> None:
     losses = [record for record in records(folder / "chat") if "loss" in record]
     assert losses[0]["loss"] > 1 and losses[-1]["loss"] < 0.05
     assert all(0 < record["labels"] < 8 * 64 / 2 for record in losses)
-    prompts = [f"<|user|>\n{asked(word)}<|end|>\n<|assistant|>\n" for word in GLOSSES]
-    given = [word for prompt in prompts for word in ("--prompt", prompt)]
-    out = called(sample.main, folder / "chat", *given, "--tokens", 24)
-    for prompt, gloss in zip(prompts, GLOSSES.values(), strict=True):
-        assert f"{prompt}{gloss}\n" in out.replace("<|end|>\n-- ", "\n-- ") + "\n"
+    given = [word for known in GLOSSES for word in ("--prompt", asked(known))]
+    result = command(sample.main, folder / "chat", "--chat", *given, "--tokens", 24)
+    assert result.code == 0 and "special tokens in the prompt" not in result.err, result.err
+    for word, gloss in GLOSSES.items():
+        assert f"\n{asked(word)}\n{gloss}\n" in result.out, result.out
+
+
+def test_a_prompt_may_spell_the_template(folder: Path) -> None:
+    """Its special tokens are tokens, and answers are those of --chat."""
+    prompt = f"<|user|>\n{asked('river')}<|end|>\n<|assistant|>\n"
+    out = called(sample.main, folder / "chat", "--prompt", prompt, "--tokens", 24)
+    assert out.removeprefix(prompt).removesuffix("<|end|>\n").strip() == GLOSSES["river"]
+    refused = command(sample.main, folder / "base", "--chat", "--prompt", asked("river"))
+    assert refused.code == 2
+    assert "neither the tokenizer nor the run's data has a chat template: give" in refused.err
+
+
+def served(argv: Sequence[str]) -> int:
+    """Print a chat as `serve.py` gives it to the model."""
+    with _Opener(serve.parser().parse_args(argv))(Path(argv[0])) as model:
+        assert model.chat is not None
+        print(model.chat.text([{"role": "user", "content": "a"}]), end="")
+    return 0
+
+
+def test_a_server_finds_the_template(folder: Path) -> None:
+    newest = step_of(folder / "chat", 100)
+    assert called(served, newest, "--device", "cpu") == "<|user|>\na<|end|>\n<|assistant|>\n"
 
 
 def test_questions_are_not_learned(folder: Path) -> None:
