@@ -103,9 +103,18 @@ def measure(args: argparse.Namespace) -> None:
             "loss": positions,
             "needles": found,
         }
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    args.json.write_text(as_text(report))
     numbers = pluralize(len(rows_DS), "document"), pluralize(len(found), "needle")
     print(f"{args.json}: step {report['step']}, {', '.join(numbers)}")
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """JSON of a report, a needle on a line, with as many digits as its numbers are worth."""
+    loss = {way: [round(x, 5) for x in nats] for way, nats in report["loss"].items()}
+    rows = [json.dumps(n | {"nats": round(n["nats"], 4)}) for n in report["needles"]]
+    needles = '"needles": [\n  ' + ",\n  ".join(rows) + "\n ]"
+    text = json.dumps(report | {"loss": loss, "needles": []}, indent=1)
+    return text.replace('"needles": []', needles) + "\n"
 
 
 def documents(prefix: str, end: int, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from phalanx.scripts.lab.proof import long_context, plot_long_context
 from phalanx.scripts.lab.proof.needles import CODES, DEPTHS, FORMS, Question, ask, questions
 from tests.support import tiny_runs
 
+PAGE = Path(__file__).resolve().parents[3] / "docs/proof/long_context.md"
 TEXT = np.frombuffer(b"int f(void);\n" * 400, np.uint8)
 CONTEXT = 1024
 
@@ -165,12 +167,35 @@ def test_tables_and_picture_compare_checkpoints(
     assert " ".join(rows[1].split()) == "step 5, trained at 8 whole 32 4 64 64"
     assert " ".join(rows[4].split()) == "step 9, trained at 32 pieces of 8 4 4 4 4"
     assert " ".join(rows[7].split()) == "step 5, trained at 8 8 sentence 9 33.3% 11.1% 2.00"
-    assert " ".join(rows[-1].split()) == "step 9, trained at 32 32 define 9 100.0% 11.1% 2.00"
+    assert " ".join(rows[14].split()) == "step 9, trained at 32 32 define 9 100.0% 11.1% 2.00"
+    assert " ".join(rows[-3].split()).endswith("at 8 32 100.0% 0.0% 0.0% 33.3% 0.0% 0.0%")
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     left, chosen, exact = figures[0].axes
     assert [list(line.get_ydata())[-1] for line in left.lines] == pytest.approx([64, 4, 4, 4])
-    assert list(chosen.lines[0].get_ydata()) == [1.0] * 3 + [0.0] * 6
-    assert list(exact.lines[2].get_ydata()) == [1.0] + [0.0] * 8
+    assert len(left.lines[0].get_ydata()) == 16 and len(left.lines[1].get_ydata()) == 4
+    (first, *_), (last, *_) = chosen.containers[0], exact.containers[3]
+    assert list(first.get_ydata()) == [1.0, 0.0, 0.0]
+    assert list(first.get_xdata()) == pytest.approx([32 * far for far in (0.8, 0.5, 0.2)])
+    assert list(last.get_ydata()) == pytest.approx([1 / 3, 0.0, 0.0])
+
+
+def test_bars_end_where_a_share_is_a_deviation_away() -> None:
+    """Wilson's interval: at its ends p the share is sqrt(p (1 - p) / n) from p."""
+    for share, number in ((0.0, 30), (14 / 30, 30), (1.0, 45)):
+        below, above = plot_long_context._bar(share, number)
+        for end in (share - below, share + above):
+            deviation = math.sqrt(max(0.0, end * (1 - end)) / number)
+            assert abs(share - end) == pytest.approx(deviation, abs=1e-9)
+        assert below + above > 0.02
+
+
+def test_the_page_has_the_tables_of_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(PAGE.with_name(f"long_context_{name}.json")) for name in ("before", "after")]
+    assert plot_long_context.main(files) == 0
+    rows = [re.split("  +", row.strip()) for row in capsys.readouterr().out.splitlines()]
+    page = [[cell.strip() for cell in row.split("|")[1:-1]] for row in PAGE.read_text().split("\n")]
+    shown = [row for row in rows if row[0].startswith("step")]
+    assert len(shown) == 16 and [row for row in shown if row not in page] == []
 
 
 def test_files_of_different_measurements_are_refused(
