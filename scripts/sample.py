@@ -95,12 +95,10 @@ def sample(args: argparse.Namespace) -> None:
         vocabulary = predictor.cfg.model.vocab_size
         given, choice = (args.tokenizer, args.eod), args.special_text
         codec = codec_of(predictor.common, vocabulary, *given, special_text=choice)
-        chat = None
-        if args.chat:
-            data = predictor.common.get("config", {}).get("data", {})
-            chat = chat_of(args.tokenizer, args.chat_template, data, codec)
-            if chat is None:
-                raise ValueError(command.NO_TEMPLATE)
+        template = (args.tokenizer, args.chat_template, predictor.common, codec)
+        chat = chat_of(*template) if args.chat else None
+        if args.chat and chat is None:
+            raise ValueError(command.NO_TEMPLATE)
         print(f"-- {predictor.path}: step {predictor.step}", file=sys.stderr)
         ids = []
         for prompt in prompts:

@@ -65,8 +65,7 @@ class _Opener:
                 args.eod,
                 special_text=args.special_text,
             )
-            data = predictor.common.get("config", {}).get("data", {})
-            chat = chat_of(args.tokenizer, args.chat_template, data, codec)
+            chat = chat_of(args.tokenizer, args.chat_template, predictor.common, codec)
             yield Model(predictor, codec, chat, args.context)
 
 

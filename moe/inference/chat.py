@@ -1,4 +1,4 @@
-"""Prompts of chats, by the template of a tokenizer."""
+"""Prompts of chats, by the template of a tokenizer or of a run's data."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -45,14 +45,14 @@ class Chat:
 
 
 def chat_of(
-    tokenizer: str | None, template: str | None, data: Mapping[str, Any], codec: Codec
+    tokenizer: str | None, template: str | None, common: Mapping[str, Any], codec: Codec
 ) -> Chat | None:
     """The chat template of a tokenizer or else of a run's data, or None if neither has one.
 
     Args:
         tokenizer: a tokenizer.json or its folder, or `bytes`; None is that of the data.
         template: file in place of both.
-        data: section of the checkpoint's configuration.
+        common: of the checkpoint, for its configuration of the data.
         codec: tokenizer of the model, whose first end is the `eos_token` by default.
 
     Raises:
@@ -63,10 +63,11 @@ def chat_of(
     file = Path(template).expanduser() if template else None
     text, tokens = find_template(file, folder)
     if codec.tokenizer is not None and codec.ends:
-        tokens = {"eos_token": str(codec.tokenizer.id_to_token(codec.ends[0]))} | tokens
+        end = codec.tokenizer.id_to_token(codec.ends[0])
+        tokens = tokens if end is None else {"eos_token": end} | tokens
     if text is not None:
         return Chat(text, tokens)
-    if (kept := template_of_data(data)) is None:
+    if (kept := template_of_data(common.get("config", {}).get("data", {}))) is None:
         return None
     chat = Chat(str(find_template(kept, None)[0]), tokens)
     if chat.unknown:

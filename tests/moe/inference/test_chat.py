@@ -36,21 +36,22 @@ def test_the_template_of_the_data_comes_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its `eos_token` is that of the data; one that nobody knows is empty, with a warning."""
-    data = {"source": "indexed", "blend": ["0.5", str(tmp_path / "a"), str(tmp_path / "b")]}
-    assert chat_of(None, None, data, WORDS) is None
+    blend = ["0.5", str(tmp_path / "a"), "0.5", str(tmp_path / "b")]
+    common = {"config": {"data": {"source": "indexed", "blend": blend}}}
+    assert chat_of(None, None, common, WORDS) is None
     (tmp_path / "b.chat_template.jinja").write_text("{{ bos_token }}data{{ eos_token }}")
-    chat = chat_of(None, None, data, WORDS)
+    chat = chat_of(None, None, common, WORDS)
     assert chat is not None and chat.text(CHAT) == "data<end>"
     assert "b.chat_template.jinja names bos_token, which the data does not have" in caplog.text
     caplog.clear()
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    chat = chat_of(str(folder), None, data, WORDS)
+    chat = chat_of(str(folder), None, common, WORDS)
     assert chat is not None and chat.text(CHAT) == "<s>data</s>"
     assert not caplog.text
     (folder / "chat_template.jinja").write_text("tokenizer")
     (tmp_path / "own.jinja").write_text("own")
     for file, want in ((None, "tokenizer"), (str(tmp_path / "own.jinja"), "own")):
-        chat = chat_of(str(folder), file, data, WORDS)
+        chat = chat_of(str(folder), file, common, WORDS)
         assert chat is not None and chat.text(CHAT) == want
