@@ -350,13 +350,11 @@ def overlap(draft: Draft) -> None:
     cfg, wanted = draft.cfg, draft.cfg.parallel.overlap_microbatches
     machine = draft.facts.machine
     free = draft.facts.tightest.free if draft.facts.kind == "cuda" else machine.room
-    free = with_margin(free)
-    value, reason = microbatch_overlap(cfg, draft.world, machine, free)
+    value, reason = microbatch_overlap(cfg, draft.world, machine, with_margin(free))
     cfg.parallel.overlap_microbatches = value
     if value == "on" or wanted != "auto":
-        draft.say(
-            "overlap", Choice("micro-batches", "overlap" if value == "on" else "in turn", reason)
-        )
+        name = "overlap" if value == "on" else "in turn"
+        draft.lines["overlap"] = lambda: [Choice("micro-batches", name, reason())]
     if value == "on":
         sms = draft.asked.parallel.comm_sms
         two_pass_options: Callable[[SymmOptions, int | str], SymmOptions]
@@ -366,20 +364,20 @@ def overlap(draft: Draft) -> None:
 
 def microbatch_overlap(
     cfg: Config, world: int, machine: Machine, available: int
-) -> tuple[str, str]:
-    """Value of `parallel.overlap_microbatches` without `auto`, and its reason in clauses."""
+) -> tuple[str, Callable[[], str]]:
+    """Value of `parallel.overlap_microbatches` without `auto`, and its reason, in clauses."""
     wanted = cfg.parallel.overlap_microbatches
     setting = "auto" if wanted == "auto" else f"parallel.overlap_microbatches={wanted}"
     reason = reason_in_turn(cfg, world)
     if reason is not None:
-        return "off", "; ".join(filter(None, (setting, reason)))
+        return "off", lambda: "; ".join(filter(None, (setting, reason)))
     effect = resolve_name(OVERLAP.gain)(cfg, world, machine)
     if wanted == "auto" and not effect.worthwhile:
-        return "off", f"{setting}; not worth it: {effect}"
+        return "off", lambda: f"{setting}; not worth it: {effect}"
     if wanted == "auto" and effect.needed > available:
         short = f"{storage(effect.needed)} of {storage(available)} would be needed"
-        return "off", f"{setting}; {short}: {effect}"
-    return "on", f"{setting}; {effect}"
+        return "off", lambda: f"{setting}; {short}: {effect}"
+    return "on", lambda: f"{setting}; {effect}"
 
 
 def exchanges(draft: Draft) -> None:

@@ -96,17 +96,17 @@ def test_auto_takes_it_where_it_helps(overrides: list[str], value: str, reason: 
     wanted = load([*NODES, *overrides])
     cfg = changed(known(*overrides), {KNOB: wanted.parallel.overlap_microbatches})
     chosen, why = microbatch_overlap(cfg, WORLD, H200, H200.room)
-    assert chosen == value and why.startswith(reason)
+    assert chosen == value and why().startswith(reason)
     assert known(*overrides).parallel.overlap_microbatches == value
 
 
 def test_auto_leaves_it_where_it_does_not_fit_or_gain() -> None:
     cfg = changed(known(), {KNOB: "auto"})
     value, reason = microbatch_overlap(cfg, WORLD, H200, needed(cfg, WORLD))
-    assert value == "off" and "would be needed" in reason
+    assert value == "off" and "would be needed" in reason()
     fast = H200.__class__(**{**vars(H200), "network_gbs": 1e6, "node_gbs": 1e6})
     value, reason = microbatch_overlap(cfg, WORLD, fast, H200.room)
-    assert value == "off" and "not worth it" in reason
+    assert value == "off" and "not worth it" in reason()
     on_cpu = changed(cfg, {"run.device": "cpu"})
     assert microbatch_overlap(on_cpu, WORLD, H200, H200.room)[0] == "off"
 
