@@ -1,12 +1,12 @@
 """The fastest layouts that fit, estimated as a dry run does, in the order of a quick estimate."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.configs.arithmetic.accounting import parameters
 from phalanx.configs.arithmetic.layers import has_experts
-from phalanx.configs.formats import grad_width, width
+from phalanx.configs.formats import grad_width, is_fp8, width
 from phalanx.configs.knobs import Changes, changed, get
 from phalanx.configs.layout import expert_parallel_size, layout_problems
 from phalanx.configs.schema import Config
@@ -84,7 +84,7 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
             shown = lines()
             limit = shown[-1][1].seconds if len(shown) == number else math.inf
     looked_at, shown = set(found), lines()
-    while near := _near([own, *(layout for layout, _ in shown)]) - looked_at:
+    while near := _near(cfg, [own, *(layout for layout, _ in shown)]) - looked_at:
         looked_at |= near
         slowest = _LOOKED_AT * limit
         for layout in near:
@@ -95,8 +95,10 @@ def best(cfg: Config, world: int, machine: Machine, number: int) -> list[Found]:
     return [each for _, each in shown]
 
 
-def _near(several: Iterable[Layout]) -> set[Layout]:
-    return {near for layout in several for near in (layout, *neighbours(layout))}
+def _near(cfg: Config, several: Sequence[Layout]) -> set[Layout]:
+    # `auto` may keep more FP8 copies beside overlap than a layout that is told to overlap.
+    as_set = [layout._replace(overlap="") for layout in several] if is_fp8(cfg) else []
+    return {near for layout in several for near in (layout, *neighbours(layout))} | {*as_set}
 
 
 def told_apart[T](several: Iterable[T], found: Callable[[T], Found]) -> list[T]:
@@ -148,13 +150,13 @@ def layout_of(cfg: Config, world: int) -> Layout:
     p = cfg.parallel
     sizes = (p.tensor, p.context, p.pipeline, p.virtual_pipeline)
     expert = expert_parallel_size(cfg, world)
-    return Layout(*sizes, expert, cfg.data.micro_batch, overlap=False)
+    return Layout(*sizes, expert, cfg.data.micro_batch)
 
 
 def sets_of(cfg: Config, machine: Machine) -> list[MemorySet]:
     """Sets of `memory_sets`, of the experts of one stage on a node."""
     expert = math.gcd(cfg.model.moe.experts, machine.node_gpus) if has_experts(cfg.model) else 1
-    one = Layout(1, 1, 1, 1, expert, micro_batch=1, overlap=False).changes()
+    one = Layout(1, 1, 1, 1, expert, micro_batch=1).changes()
     one |= ALONE | {"data.global_batch": expert, "run.recompute": [], "run.offload": []}
     known = resolved(changed(cfg, one), expert, machine.node_gpus)
     return memory_sets(known, expert, machine)
@@ -173,8 +175,6 @@ def fastest(
     None if none does, or it is not valid. Of a layout whose stages `cfg` lays out itself, with its
     stages or balanced ones.
     """
-    # Overlap that is not asked for is proposed where no set of the model needs offloading.
-    sets = [] if layout.overlap and sets and sets[-1].changes["run.offload"] else sets
     both = [_fastest(cfg, sizes, sets, world, machine, slowest) for sizes in layout.stagings(cfg)]
     return min((one for one in both if one), key=lambda one: one.seconds, default=None)
 

@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     chunks: int  # model chunks of a stage
     expert: int
     micro_batch: int
-    overlap: bool  # exchanges between nodes overlap another micro-batch
+    overlap: str = ""  # whether exchanges overlap another micro-batch: `on`, `off`, as it is set
 
     def stagings(self, cfg: Config) -> list[Changes]:
         """Knobs with balanced stages, and with those of `cfg` if it lays out as many chunks."""
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
             "data.micro_batch": self.micro_batch,
         }
         if self.overlap:
-            changes["parallel.overlap_microbatches"] = "on"
+            changes["parallel.overlap_microbatches"] = self.overlap
         return changes
 
 
@@ -69,16 +69,16 @@ def layouts(cfg: Config, world: int, node_gpus: int) -> Iterator[Layout]:
                 most = math.gcd(max(1, each), _MOST_MICRO_BATCH)
                 group = math.gcd(e.experts, world // pipeline) if has_experts(cfg.model) else 1
                 sizes = _powers(min(group, _MOST_EXPERT_NODES * node_gpus))
-                overlaps = tensor * context == 1 and cfg.parallel.overlap_microbatches == "auto"
+                overlaps = context == 1 and cfg.parallel.overlap_microbatches == "auto"
                 for chunks in _powers(_MOST_CHUNKS if pipeline > 1 else 1):
                     if pipeline * chunks > cfg.model.layers:
                         break
                     for expert in sizes:
                         for micro in {*_powers(most), cfg.data.micro_batch}:
                             sizes_ = (tensor, context, pipeline, chunks, expert, micro)
-                            yield Layout(*sizes_, overlap=False)
-                            if overlaps and expert > node_gpus:
-                                yield Layout(*sizes_, overlap=True)
+                            between_nodes = overlaps and expert > node_gpus
+                            for overlap in ("on", "off") if between_nodes else ("",):
+                                yield Layout(*sizes_, overlap)
 
 
 def neighbours(own: Layout) -> Iterator[Layout]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from phalanx.configs.arithmetic.layers import has_experts, mlp_layers
-from phalanx.configs.knobs import changed
+from phalanx.configs.knobs import Changes, changed
 from phalanx.configs.layout import micro_batches, stage_shares
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
@@ -26,7 +26,7 @@ from phalanx.moe.plan.described import resolved
 
 _WAITING = 2
 """Passes whose weight gradients shorten a bubble: of the transfer, and one that is held longer."""
-_WHOLE = Layout(1, 1, 1, 1, 1, 1, overlap=False)
+_WHOLE = Layout(1, 1, 1, 1, 1, 1)
 
 
 def in_order(cfg: Config, world: int, machine: Machine) -> Iterator[tuple[float, float, Layout]]:
@@ -69,9 +69,11 @@ def _ranking(
     with_passes = beside_passes(spread)
 
     @functools.cache
-    def exchange(expert: int, overlap: bool) -> Exchange | None:
+    def exchange(expert: int, overlap: str) -> Exchange | None:
         sizes = _WHOLE._replace(expert=expert, overlap=overlap)
-        trial = changed(base, sizes.changes())
+        # Beside another micro-batch weight gradients of stages hide exchanges as well.
+        delays: Changes = {"parallel.delay_wgrad": "on"} if overlap == "on" else {}
+        trial = changed(base, sizes.changes() | delays)
         try:
             return own_exchange(resolved(trial, world, machine.node_gpus), world, machine)
         except ConfigError:
@@ -109,11 +111,12 @@ def _ranking(
         sequence = dense + max(step.experts * 2 / 3, often * reading / layout.expert)
         sequence += with_passes(step.experts / 3, often * summing / layout.expert)
         sequence += often * layers * GAPS
+        shared = shards(layout.tensor, layout.context) * length
         exchanged, exposed = sparse * sent.total * length, 0.0
         if count:
             stages = layout.pipeline, layout.chunks
-            exposed = sent.exposed(exchanged, sequence, count, *stages) / count
-        each = (1 + sent.skew) * sequence + exposed + shards(layout.tensor, layout.context) * length
+            exposed = sent.exposed(exchanged, sequence + shared, count, *stages) / count
+        each = (1 + sent.skew) * sequence + exposed + shared
         stage = busiest(layout.pipeline, layout.chunks) if known else 1 / layout.pipeline
         waits = 1 - _WAITING * step.gemm / 3 / sequence
         bubble = (layout.pipeline - 1) / layout.pipeline / max(1, count * layout.chunks)

@@ -45,8 +45,6 @@ def _left_by_auto(cfg: Config, world: int) -> str | None:
         return "all experts are on one rank, which exchanges nothing"
     if not facts.collective:
         return f"{cfg.parallel.dispatch} overlaps its exchanges with experts"
-    if cfg.parallel.tensor > 1 or cfg.run.offload:
-        return "with parallel.tensor or run.offload it has not run on GPUs: it has to be asked for"
     if micro_batches(cfg, world) == 1:
         return "a step has one micro-batch"
     return None

@@ -85,10 +85,8 @@ def test_activations_of_two_micro_batches_are_in_memory() -> None:
         (["parallel.dispatch=hier"], "on", "auto; hides "),
         (["parallel.dispatch=symm", "parallel.expert=8"], "off", "auto; symm overlaps its"),
         (["kernels=reference"], "off", "auto; reference experts have the host wait"),
-        (["run.offload=[residual]"], "off", "auto; with parallel.tensor or run.offload it has not"),
-        (["run.offload=[residual]", f"{KNOB}=on"], "on", f"{KNOB}=on; hides "),
-        (["parallel.tensor=2"], "off", "auto; with parallel.tensor or run.offload it has not run"),
-        (["parallel.tensor=2", f"{KNOB}=on"], "on", f"{KNOB}=on; hides "),
+        (["run.offload=[residual]"], "on", "auto; hides "),
+        (["parallel.tensor=2"], "on", "auto; hides "),
         (["parallel.context=2"], "off", "auto; parallel.context=2 has one communicator"),
     ],
 )

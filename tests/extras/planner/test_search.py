@@ -127,10 +127,11 @@ def test_forced_choices_stay() -> None:
 
 
 def test_overlap_of_micro_batches_is_searched() -> None:
-    """Between nodes, also with stages."""
-    overlapping = [layout for layout in layouts(load(QWEN), 32, 8) if layout.overlap]
-    assert overlapping and all(layout[:2] == (1, 1) for layout in overlapping)
+    """Between nodes, also with stages and tensor parallelism."""
+    overlapping = [layout for layout in layouts(load(QWEN), 32, 8) if layout.overlap == "on"]
+    assert overlapping and {layout.context for layout in overlapping} == {1}
     assert {layout.pipeline for layout in overlapping} == {1, 2}
+    assert {layout.tensor for layout in overlapping} > {1, 2}
     assert all(layout.expert > 8 for layout in overlapping)
     changes = overlapping[0].changes()
     assert changes["parallel.overlap_microbatches"] == "on"
@@ -215,7 +216,9 @@ def test_a_layout_that_keeps_the_network_busy_says_so() -> None:
     )
     busy = f"network busy for {given.busy:.0%} of the step"
     assert 0.6 < given.busy < 0.75 and re.search(rf"as given  .*, {busy}$", text, re.M)
-    assert len(found) == 5 and text.count("network") == 1
+    said = ["network busy" in line for line in re.findall(r"^\d\. .*$", text, re.M)]
+    assert said == [one.busy > 0.6 for one in best(cfg, 64, H100, 5)]
+    assert len(found) == 5 and {*said} == {True, False}
     assert f"\n  {busy}: " in section(STEP, *words, world=64)
 
 
