@@ -30,7 +30,7 @@ ON_EIGHT = [
 GPT_OSS = ["experiment=gpt_oss_120b_64gpu", *ON_EIGHT, "parallel.expert=8"]
 GPT_OSS += ["run.recompute=expert_h", "run.eval_interval=0"]
 FULL = [*ON_EIGHT, "run.recompute=full", "run.offload=residual"]
-GLM = ["experiment=glm_4_5_air_32gpu", *FULL, "parallel.tensor=2"]
+GLM = ["experiment=glm_4_5_air_32gpu", *FULL, "parallel.expert=8", "parallel.tensor=2"]
 QWEN = ["experiment=qwen3_235b_64gpu", *FULL, "parallel.tensor=8"]
 SIX = ["experiment=gpt_oss_120b_64gpu", "model.layers=6", "parallel.expert=2"]
 SIX += ["parallel.pipeline=1", "parallel.virtual_pipeline=1", "data.micro_batch=4"]

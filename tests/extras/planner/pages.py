@@ -18,7 +18,7 @@ MEMORY, GROUPS, OPT_INS = "Memory of a rank", "Process groups", "Off by default"
 """Headings of sections."""
 
 PUBLISHED_V3 = [
-    *["experiment=deepseek_v3_1024gpu", "parallel=tp2_pp8_vp4_ep64"],
+    *["experiment=deepseek_v3_1024gpu", "parallel.overlap_microbatches=off"],
     *["parallel.pipeline_layout='Et|(tt|)*30mL'", "run.recompute=[mla_up,mlp]", "run.offload=[]"],
 ]
 """Layout of the published record of DeepSeek-V3 on 1,024 H100s (Megatron-Bridge)."""

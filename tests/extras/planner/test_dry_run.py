@@ -100,8 +100,8 @@ def test_command_line_prints_the_page_without_a_run(
     assert train.main([*argv, f"run.dir={tmp_path}/runs"]) == 0
     out = capsys.readouterr().out
     assert "ranks     1024 x H100 SXM" in out and "260.0 GFLOP per token" in out
-    assert re.search(r"^  expert +8  0, 1, 2, 3, 4, 5, 6, 7$", out, re.M)
-    assert re.search(r"^  pipeline +16  0, 64, 128, ", out, re.M)
+    assert re.search(r"^  expert +64  0, 1, 2, 3, 4, 5, 6, 7, ", out, re.M)
+    assert re.search(r"^  pipeline +8  0, 128, 256, ", out, re.M)
     assert not (tmp_path / "runs").exists()  # type: ignore[operator]
 
 
