@@ -193,7 +193,8 @@ def _on_device(draft: Draft, op: str, wanted: str, device: Device) -> Choice:
     try:
         return registry.resolve(op, wanted, draft.kernel_facts[device])
     except KernelUnavailable as error:
-        raise ConfigError(str(error)) from error
+        why = "; dry runs estimate Hopper's kernels alone" if draft.asked.run.dry_run else ""
+        raise ConfigError(f"{error}{why}") from error
 
 
 def transport(draft: Draft) -> None:

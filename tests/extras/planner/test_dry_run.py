@@ -21,7 +21,7 @@ from phalanx.configs.tables.machines import MACHINES, Machine
 from phalanx.configs.tables.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.extras.planner.advice import needed, suggestions
-from phalanx.extras.planner.dry_run import sections
+from phalanx.extras.planner.dry_run import dry_run, sections
 from phalanx.moe.plan.cost.activations import sizes
 from phalanx.moe.plan.cost.stages import USABLE, fp8_weights, stage_memory
 from phalanx.moe.plan.cost.step_time import bound, step_time
@@ -103,6 +103,14 @@ def test_command_line_prints_the_page_without_a_run(
     assert re.search(r"^  expert +64  0, 1, 2, 3, 4, 5, 6, 7, ", out, re.M)
     assert re.search(r"^  pipeline +8  0, 128, 256, ", out, re.M)
     assert not (tmp_path / "runs").exists()  # type: ignore[operator]
+
+
+def test_kernels_of_other_gpus_are_refused_with_what_a_dry_run_is_of() -> None:
+    """Also where the GPUs that are described could run them."""
+    cfg = load(["experiment=gpt_oss_120b_64gpu", "run.machine=b200", "kernels=cudnn"])
+    cfg.run.dry_run = True
+    with pytest.raises(ConfigError, match="; dry runs estimate Hopper's kernels alone$"):
+        dry_run(cfg, 64)
 
 
 def test_work_over_packed_documents_is_a_bound() -> None:
