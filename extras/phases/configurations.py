@@ -152,6 +152,12 @@ def _check_change(before: Config, own: Config) -> None:
         if must_agree(key, old[key], new[key], begins=True):
             change = f"{key}={shown(old[key])} may not become {shown(new[key])}"
             raise ConfigError(f"{change} between phases (docs/checkpoints.md); leave it out")
+    was, becomes = (each.model.attention.sparse.get("phase") for each in (before, own))
+    if becomes == "warm_up" and was != becomes:
+        raise ConfigError(
+            "model.attention.sparse.phase=warm_up trains the indexer alone, before any sparse "
+            "phase; put it first or set model.attention.sparse.phase=sparse"
+        )
 
 
 def _validate(own: Config) -> None:

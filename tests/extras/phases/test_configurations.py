@@ -18,6 +18,8 @@ from tests.support.runs import write_corpus
 
 LONG = {"name": "long", "steps": 20, "overrides": ["data.sequence_length=512", "optim.lr=1e-3"]}
 
+WARM_UP = "model.attention.sparse.phase=warm_up"
+
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +109,11 @@ def test_faults_and_traces_are_of_the_phase_of_their_step() -> None:
             [LONG, {"name": "b", "steps": 1, "overrides": ["optim=muon"]}],
             [],
             "phase b: optim.kind=adamw may not become muon between phases",
+        ),
+        (
+            [{"name": "a", "steps": 1}, {"name": "b", "steps": 1, "overrides": [WARM_UP]}],
+            ["model=tiny_deepseek_v32"],
+            "phase b: model.attention.sparse.phase=warm_up trains the indexer alone, before any ",
         ),
         ([LONG], ["run.save_interval=-1"], "saves no checkpoint, with which a phase begins"),
         ([LONG], ["run.inject=[nan@21]"], "phase long: run.inject=[nan@21] has 'nan@21'"),
