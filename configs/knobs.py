@@ -234,8 +234,8 @@ def did_you_mean(options: list[str]) -> str:
 
 
 def pluralize(number: int | str, noun: str) -> str:
-    """`1 shard`, `2 shards`, `3 batches`."""
-    ending = "" if str(number) == "1" else "es" if noun.endswith("ch") else "s"
+    """`1 shard`, `2 shards`, `3 batches`, `2 processes`."""
+    ending = "" if str(number) == "1" else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{ending}"
 
 

@@ -182,15 +182,15 @@ def plot(records: list[Record], path: Path, heading: str) -> None:
     if layers:
         load = [(r["step"], {n: of[0] for n, of in r["layers"].items()}) for r in layers]
         dead = [(r["step"], {n: of[1] for n, of in r["layers"].items()}) for r in layers]
-        _image(figure, axes[2, 0], load, "load of the busiest expert", low=1.0)
-        _image(figure, axes[2, 1], dead, "dead experts", colours="magma", counts=True)
+        _image(figure, axes[2, 0], load, "load of the busiest expert", "x the mean", low=1.0)
+        _image(figure, axes[2, 1], dead, "dead experts", "experts", colours="magma", counts=True)
     else:  # an older run without numbers per layer
         _curve(axes[2, 0], records, "load_max", "load of the busiest expert", smooth=False)
         _curve(axes[2, 1], records, "dead_experts", "dead experts", smooth=False)
     if measured:
         _curve(axes[3, 0], records, "max_logit", "largest attention logit", smooth=False)
         logits = [(r["step"], r["max_logits"]) for r in measured]
-        _image(figure, axes[3, 1], logits, "largest attention logit of a layer")
+        _image(figure, axes[3, 1], logits, "largest attention logit of a layer", "logit")
     if tasks:
         panels = axes[3 + bool(measured)]
         _scores(panels[0], records, tasks, ("acc", "exact_match"), "tasks: share that is right")
@@ -272,6 +272,7 @@ def _image(
     axes: Any,
     steps: list[tuple[int, dict[str, float]]],
     name: str,
+    unit: str,
     *,
     low: float = 0.0,
     colours: str = "viridis",
@@ -279,8 +280,8 @@ def _image(
 ) -> None:
     """Draw layers over steps as colours, from the step and a number per layer of each record.
 
-    A column shows the largest value of its records. The colour scale starts at `low` or below;
-    ticks of `counts` are integers.
+    A column shows the largest value of its records. The colour scale has the `unit` beside it, and
+    starts at `low` or below; ticks of `counts` are integers.
     """
     names = sorted({int(layer) for _, values in steps for layer in values})
     size = -(-len(steps) // _COLUMNS)
@@ -301,12 +302,12 @@ def _image(
     largest, low = max(values), min([low, *values])
     image = axes.pcolormesh(edges, rows, cells, vmin=low, vmax=max(largest, low + 1), cmap=colours)
     shown = range(0, len(names), -(-len(names) // 16))
-    axes.set_yticks([i + 1 for i in shown], [str(names[i]) for i in shown])
-    axes.set_ylabel("layer")
+    # No label of the axis: it would stand beside the colour scale of the panel to the left.
+    axes.set_yticks([i + 1 for i in shown], [f"{'layer ' * (not i)}{names[i]}" for i in shown])
     axes.invert_yaxis()
     range_text = "none" if counts and not largest else f"at most {largest:.4g}"
     axes.set_title(f"{name} ({range_text})", fontsize="medium", loc="left")
-    bar = figure.colorbar(image, ax=axes)
+    bar = figure.colorbar(image, ax=axes, label=unit)
     if counts:
         bar.locator.set_params(integer=True)
         bar.update_ticks()

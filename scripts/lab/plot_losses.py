@@ -320,7 +320,8 @@ def plot(curves: Curves, path: Path, title: str) -> None:
     if several:
         first = next(iter(curves))
         reference = first if len(first) <= 60 else "the first run"
-        below.set_title(f"minus {reference}", fontsize="medium", loc="left")
+        below.set_title(f"loss minus that of {reference}", fontsize="medium", loc="left")
+        below.set_ylabel("nats a token")
         if farthest:
             below.set_ylim(-1.3 * farthest, 1.3 * farthest)
     below.set_xlabel("tokens" if by_tokens else "step")

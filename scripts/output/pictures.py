@@ -21,7 +21,7 @@ def pyplot() -> Any:
 
 
 def title(facts: dict[str, Any]) -> str:
-    """`first: tiny on 2 x CPU process, bf16, torch experts, sequence 256, batch 32, embedded data`.
+    """`first: tiny on 2 CPU processes, bf16, torch experts, sequence 256, batch 32, embedded data`.
 
     `facts` are some or all of `moe.report.start_page`; without a model the title is empty.
     """
@@ -29,8 +29,13 @@ def title(facts: dict[str, Any]) -> str:
         return ""
     text = f"{facts['run']}: {facts['model']}" if "run" in facts else str(facts["model"])
     if "device" in facts:
-        text += f" on {facts.get('ranks', 1)} x {facts['device']}"
+        text += f" on {_devices(facts.get('ranks', 1), facts['device'])}"
     return ", ".join([text, *(form.format(facts[k]) for k, form in _FORMS.items() if k in facts)])
+
+
+def _devices(ranks: int, device: str) -> str:
+    """`2 CPU processes`, `8 x NVIDIA H200 of 139.8 GiB`."""
+    return pluralize(ranks, device) if device == "CPU process" else f"{ranks} x {device}"
 
 
 _FORMS = {

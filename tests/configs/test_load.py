@@ -308,6 +308,7 @@ def test_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (1, "rank", "1 rank"),
         (2, "micro-batch", "2 micro-batches"),
         ("1,024", "token", "1,024 tokens"),
+        (3, "process", "3 processes"),
     ],
 )
 def test_nouns_follow_their_numbers(number: int | str, noun: str, said: str) -> None:

@@ -50,7 +50,7 @@ def test_a_picture_shows_every_run_and_says_of_what(
     ]
     assert plot_losses.main([*map(str, paths), "--plot", str(tmp_path / "p.png")]) == 0
     (figure,) = figures
-    what = ["tiny on 2 x CPU process, sequence 256", ", torch experts"]
+    what = ["tiny on 2 CPU processes, sequence 256", ", torch experts"]
     assert figure.get_suptitle().replace(what[1], "") == what[0]
     assert (what[1] in figure.get_suptitle()) == (runs == 1)
     above, *below = figure.axes
@@ -139,7 +139,9 @@ def test_long_names_have_numbers_in_the_table(tmp_path: Path, capsys, figures: l
     assert lines[2].split() == ["steps", "[1]", "[2]", "-", "[1]"]
     assert max(map(len, lines[2:])) < 60
     plot_losses.plot(curves, tmp_path / "p.png", "")
-    assert figures[0].axes[1].get_title(loc="left") == f"minus {names[0]}"
+    below = figures[0].axes[1]
+    assert below.get_title(loc="left") == f"loss minus that of {names[0]}"
+    assert below.get_ylabel() == "nats a token"
 
 
 def test_without_matplotlib_the_table_is_there(

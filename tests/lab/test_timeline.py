@@ -226,7 +226,7 @@ def test_of_a_cpu_each_operation_has_its_own_time(
     )
     assert main([str(trace), "--top", "4"]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("tiny on 2 x CPU process, sequence 256: steps 5 to 6\n9.00 ms, ")
+    assert output.startswith("tiny on 2 CPU processes, sequence 256: steps 5 to 6\n9.00 ms, ")
     assert "no operation in 1.00 ms of them" in output
     rows = {line[:12].strip(): line[12:].split() for line in output.splitlines() if line}
     assert rows["experts"] == ["4.00", "3.00", "2"]
@@ -256,7 +256,7 @@ def test_a_crop_of_a_cpu_trace_says_the_same(
     assert main([str(crop), "--plot", str(picture), "--title", "two steps"]) == 0
     assert capsys.readouterr().out == first and "aten::sort" not in first
     axes = [figure.axes[0] for figure in figures]
-    assert axes[0].get_title() == "tiny on 2 x CPU process, sequence 256: steps 5 to 6"
+    assert axes[0].get_title() == "tiny on 2 CPU processes, sequence 256: steps 5 to 6"
     assert axes[1].get_title() == "two steps"
     assert [[text.get_text() for text in one.texts] for one in axes] == [[" step 5"]] * 2
     for one in axes:
@@ -275,7 +275,7 @@ def test_the_trace_of_a_run_on_two_ranks_is_told_and_drawn(
     trace, picture = tmp_path / "run/trace_2_3.json.gz", tmp_path / "picture.png"
     assert main([str(trace), "--plot", str(picture)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    what = "run: tiny_deepseek on 2 x CPU process, bf16, torch experts, sequence 16, "
+    what = "run: tiny_deepseek on 2 CPU processes, bf16, torch experts, sequence 16, "
     assert first.startswith(what) and first.endswith(": steps 2 to 3")
     rows = itertools.takewhile(bool, rest[3:])
     times = {row[:12].strip(): float(row[12:].split()[0]) for row in rows}

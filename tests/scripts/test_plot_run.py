@@ -51,7 +51,7 @@ def test_six_panels_show_the_numbers_of_the_run(
     assert drawn == f"drawn: {run / 'curves.png'}"
     assert (run / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (figure,) = figures
-    assert figure.get_suptitle() == "tiny on 2 x CPU process"
+    assert figure.get_suptitle() == "tiny on 2 CPU processes"
     actual = panels(figure)
     rate = actual["learning rate"].lines[0]
     assert np.allclose(rate.get_ydata(), 1e-3 * np.arange(1, steps + 1))
@@ -64,7 +64,10 @@ def test_six_panels_show_the_numbers_of_the_run(
     (dead,) = actual["dead experts"].collections
     assert dead.get_array().max() == min(steps, 2) and dead.get_array()[0].max() == 0
     labels = actual["dead experts"].get_yticklabels()
-    assert [label.get_text() for label in labels] == ["2", "4"]
+    assert [label.get_text() for label in labels] == ["layer 2", "4"]
+    scales = [load.colorbar, dead.colorbar]
+    assert [scale.ax.get_ylabel() for scale in scales] == ["x the mean", "experts"]
+    assert [actual[name].get_ylabel() for name in ("loss", "dead experts")] == ["", ""]
 
 
 def test_the_smooth_line_is_named_and_has_no_bias(tmp_path: Path, figures: list[Any]) -> None:
@@ -96,7 +99,7 @@ def test_the_run_has_its_name_in_the_title(tmp_path: Path, figures: list[Any]) -
         json.dumps(FACTS | {"run": "first"}) + "\n" + text[text.index("\n") :]
     )
     assert plot_run.main([str(run)]) == 0
-    assert figures[0].get_suptitle() == "first: tiny on 2 x CPU process"
+    assert figures[0].get_suptitle() == "first: tiny on 2 CPU processes"
 
 
 @mostly_slow("steps", [7, 60], 60)
