@@ -74,7 +74,8 @@ def left_out(steps: Sequence[int]) -> str:
 
 def differences(many: list[dict[str, Any]]) -> list[str]:
     """Facts of each run that not all runs share: `torch experts, batch 16`; of those all record."""
-    forms = {"model": "{}", "ranks": "{} ranks", "device": "{}", **_FORMS}
+    many = [f | {"ranks": pluralize(f["ranks"], "rank")} if "ranks" in f else f for f in many]
+    forms = {"model": "{}", "ranks": "{}", "device": "{}", **_FORMS}
     known = [key for key in forms if all(key in facts for facts in many)]
     differing = [key for key in known if len({str(facts[key]) for facts in many}) > 1]
     return [", ".join(forms[key].format(facts[key]) for key in differing) for facts in many]
