@@ -45,8 +45,6 @@ def parser() -> argparse.ArgumentParser:
 def serve(args: argparse.Namespace) -> None:
     """Serve until it is interrupted; `report_errors` tells errors."""
     positive(context=args.context, batch=args.batch)
-    if not 0 <= args.port < 1 << 16:
-        raise ValueError(f"--port {args.port}: must be a number from 0 to 65535")
     resolve_name(SERVE)(args)
 
 

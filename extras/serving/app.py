@@ -12,13 +12,12 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.extras.serving.engine import Engine, Facts, Job, Part
+from phalanx.extras.serving.own_host import guards
 from phalanx.extras.serving.replies import Reply
 from phalanx.extras.serving.requests import BadRequest, Wanted, error_body, parsed
 
@@ -29,15 +28,10 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline';"
     " style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def app(engine: Engine, host: str) -> Starlette:
-    """The server of an engine, which it closes at its end.
-
-    On a loopback `host` other names are refused, as a web page of somebody's own name for this
-    address could otherwise read what the model says.
-    """
+    """The server of an engine, which it closes at its end; `guards` refuses some clients."""
     api = _Api(engine)
     routes = [
         Route("/", api.page),
@@ -55,7 +49,7 @@ def app(engine: Engine, host: str) -> Starlette:
 
     return Starlette(
         routes=routes,
-        middleware=[Middleware(_OwnHost)] if host in LOOPBACK else [],
+        middleware=guards(host),
         exception_handlers={BadRequest: _refused, HTTPException: _missing, Exception: _failed},
         lifespan=lifespan,
     )
@@ -80,20 +74,6 @@ def _body(error: Exception) -> dict[str, Any]:
     if isinstance(error, BadRequest):
         return error_body(str(error), error.param, error.code, error.status)
     return error_body(str(error) or type(error).__name__, status=500)
-
-
-class _OwnHost:
-    """Refuses requests to other names than this machine has for itself."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._app
-        if scope["type"] == "http" and (name := Request(scope).url.hostname) not in LOOPBACK:
-            why = f"the host {name!r} is none of {', '.join(LOOPBACK)}; --host 0.0.0.0 allows all"
-            answer = JSONResponse(error_body(why), 400)
-        await answer(scope, receive, send)
 
 
 class _Api:

@@ -1,42 +1,22 @@
 """The page in a browser: text with probabilities, a stop, the newest checkpoint."""
 
-import os
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from playwright.sync_api import Error, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
+from tests.extras.serving.browser import opened
 from tests.extras.serving.conftest import Server
 from tests.support.tiny_runs import step_of
 
 pytestmark = pytest.mark.dist
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-def _browser(playwright: Any) -> Any:
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    try:
-        return playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-    except Error as error:
-        if found:
-            raise
-        pytest.skip(f"no Chromium here (playwright install chromium): {str(error).splitlines()[0]}")
 
 
 @pytest.fixture
 def page(server: Server) -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = _browser(playwright)
-        page = browser.new_page()
-        faults: list[str] = []
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda m: faults.append(m.text) if m.type == "error" else None)
-        page.goto(server.url)
+    with opened(server.url, allowed="400 (Bad Request)") as page:
         yield page
-        browser.close()
-    assert [fault for fault in faults if "400 (Bad Request)" not in fault] == []
 
 
 def test_text_streams_with_probabilities(page: Page, server: Server) -> None:
