@@ -18,17 +18,11 @@ from typing import NoReturn
 DISTRIBUTION = "phalanx-moe"
 """Name of this project where packages are installed from; it is imported as `phalanx`."""
 COMMANDS = {
-    "train": "phalanx-train",
-    "train_tokenizer": "phalanx-train-tokenizer",
-    "prepare_data": "phalanx-prepare-data",
-    "convert_hf": "phalanx-convert-hf",
-    "checkpoint": "phalanx-checkpoint",
-    "build_kernels": "phalanx-build-kernels",
-    "plot_run": "phalanx-plot-run",
-    "sample": "phalanx-sample",
-    "evaluate": "phalanx-evaluate",
-    "serve": "phalanx-serve",
-    "make_tasks": "phalanx-make-tasks",
+    script: f"phalanx-{script.replace('_', '-')}"
+    for script in (
+        *("train", "train_tokenizer", "prepare_data", "convert_hf", "checkpoint"),
+        *("build_kernels", "plot_run", "sample", "evaluate", "serve", "watch", "make_tasks"),
+    )
 }
 """Installed command of a script, as in pyproject.toml."""
 _ROOT = Path(__file__).resolve().parents[1]

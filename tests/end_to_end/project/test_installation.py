@@ -31,7 +31,7 @@ COMMANDS = {
     f"phalanx-{name}"
     for name in (
         *("train", "train-tokenizer", "prepare-data", "convert-hf", "checkpoint"),
-        *("build-kernels", "plot-run", "sample", "evaluate", "serve", "make-tasks"),
+        *("build-kernels", "plot-run", "sample", "evaluate", "serve", "watch", "make-tasks"),
     )
 }
 CALLS = """

@@ -32,6 +32,7 @@ from phalanx.scripts import (
     prepare_data,
     sample,
     serve,
+    watch,
 )
 from tests.support import pages
 from tests.support.pages import (
@@ -58,6 +59,7 @@ PARSERS = {
     "prepare_data": prepare_data.parser().parse_args,
     "sample": sample.parser().parse_args,
     "serve": serve.parser().parse_args,
+    "watch": watch.parser().parse_args,
 }
 FLOW = (
     "embedding", "attention", "router", "dispatch", "plan", "experts", "fc1, activation, fc2",

@@ -1,0 +1,1 @@
+"""Runs in a browser, while they train: `scripts/watch.py`."""
