@@ -4,7 +4,7 @@ It knows nothing of the model but its chunks, and nothing of the loss but its fu
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pkgutil import resolve_name
@@ -70,6 +70,7 @@ class Engine:
         device: torch.device,
         overlap_microbatches: bool = False,
         wgrads: wgrad_queue.Waiting = wgrad_queue.AT_ONCE,
+        overrides: Mapping[ParamKey, ParamGroupOverride] = {},  # of the optimizer's groups
         state_room: int = 0,  # bytes of the device that states in host memory may fill
     ) -> None:
         self.config = config
@@ -130,7 +131,7 @@ class Engine:
         self.optimizer = get_megatron_optimizer(
             settings,
             self.chunks,
-            config_overrides=get_standard_config_overrides(settings) | undecayed,
+            config_overrides=get_standard_config_overrides(settings) | undecayed | overrides,
             use_gloo_process_groups=False,
         )
         setup.built(self.optimizer)
@@ -156,7 +157,7 @@ class Engine:
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return next(float(g["lr"]) for g in self.optimizer.param_groups if g["default_config"])
 
     def rescale_after_updates(
         self,

@@ -52,7 +52,7 @@ def test_every_room_is_a_folder_and_every_extra_has_its_page() -> None:
         *("baseline", "between_nodes", "blackwell", "block_sparse", "chat", "clusters", "context"),
         *("host_states", "jax", "linear_attention", "microscaling", "muon", "overlap", "phases"),
         *("planner", "recorded_routing", "replication", "serving", "sharded_params"),
-        *("sparse_attention", "tasks", "trackers", "variants", "watching"),
+        *("sparse_attention", "tasks", "trackers", "transfer", "variants", "watching"),
     }
 
 

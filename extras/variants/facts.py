@@ -43,6 +43,9 @@ class Variant:
     layer = ""
     """Path of the class in place of `moe.model.transformer_layer.Layer`, which takes the size."""
     mlp = ""  # path of the class in place of `moe.layer.MoE`
+    begins = ""
+    """Path of `(cfg: Config, chunks) -> overrides of the optimizer's groups`, which may change the
+    initial weights of bare model chunks."""
     trains = ""  # path of `(cfg: Config, engine: Engine) -> lines of the start page`
 
     def __init__(self, size: int) -> None:

@@ -78,9 +78,13 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
         layers=cfg.model.layers,
         dp_cp_group=groups.pg.dp_cp,
     )
+    changes, groups_of = of_variants(cfg.model), {}
+    for change in (change for change in changes if change.begins):
+        groups_of |= resolve_name(change.begins)(cfg, built.chunks)
     engine = Engine(
         built.config,
         built.chunks,
+        overrides=groups_of,
         parallel=cfg.parallel,
         optim=in_steps(cfg.optim, cfg.data),
         steps=cfg.run.steps - cfg.run.schedule_begin,
@@ -89,7 +93,7 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
         wgrads=plan.waiting(groups.pg.pp.rank()),
         state_room=state_room,
     )
-    parts = [*(MIXERS[name] for name in mixer_layers(cfg.model)), *of_variants(cfg.model)]
+    parts = [*(MIXERS[name] for name in mixer_layers(cfg.model)), *changes]
     for part in (part for part in parts if part.trains):
         lines += resolve_name(part.trains)(cfg, engine) or []
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
