@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from hydra import compose as hydra_compose
@@ -52,6 +53,7 @@ from phalanx.configs.knobs import (
 from phalanx.configs.layout import layout_line, ranks_of_experiment
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.programs import HELP
 from phalanx.configs.validate import ConfigError, micro_batches, validate
 
 FOLDER = Path(__file__).resolve().parent
@@ -107,7 +109,9 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
     try:
         args = _parse(argv)
         if args.help:
-            _leave("" if args.check else usage())
+            topics = [word for word in args.overrides if "=" not in word]
+            text = resolve_name(HELP)(topics) if topics else usage()
+            _leave("" if args.check else text)
         if args.cfg:
             text = compose(args.overrides).yaml()
             _leave("" if args.check else text)
@@ -218,13 +222,14 @@ def usage() -> str:
         "  --cfg job   print the configuration that the command line gives, and exit",
         "  --check     say what is wrong with command line, data, run folder or checkpoint, and",
         "              what this machine cannot run, if anything, and exit; takes about a second",
-        "  -h, --help  print this text, and exit",
+        "  -h, --help  print this text, or that on groups and knobs that are named, as in",
+        "              --help optim model.attention run.steps, and exit",
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
         "run.dry_run=true says what it would take there: memory, traffic, time, and what helps;",
         "run.dry_run=search finds the fastest layouts that fit.",
         "Without it both take the ranks that an experiment is laid out for.",
-        "All knobs with their meaning: python -m phalanx.configs.docs (docs/configuration.md)",
+        "All knobs with their meaning: train.py --help <group>, or docs/configuration.md",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]
     return programs.here("\n".join(lines) + "\n")
@@ -244,6 +249,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true")
     args, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
+        if unknown[0] in ("-m", "--multirun"):
+            program = "scripts/lab/proof/run_experiments.py"
+            raise ConfigError(
+                f"{unknown[0]}: a command is one run; {program} runs lists and sweeps"
+            )
         name = unknown[0].lstrip("-").replace("-", "_").partition("=")[0]
         meant = did_you_mean([f"{path}=..." for path in suggest(name)])
         raise ConfigError(

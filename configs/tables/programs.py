@@ -1,4 +1,5 @@
-"""Programs of `scripts` that are optional capabilities, by import path of `(args) -> None`."""
+"""Programs that are optional capabilities, by import path."""
 
-SERVE = "phalanx.extras.serving.program:serve"
-WATCH = "phalanx.extras.watching.program:watch"
+SERVE = "phalanx.extras.serving.program:serve"  # `(args) -> None`
+WATCH = "phalanx.extras.watching.program:watch"  # `(args) -> None`
+HELP = "phalanx.extras.help.page:page"  # `(names of groups and knobs) -> text`

@@ -245,6 +245,16 @@ def test_help_lists_groups_and_options(flag: str, capsys: pytest.CaptureFixture[
     assert all(option in text for group in GROUPS for option in options(group))
 
 
+@pytest.mark.parametrize("option", ["--multirun", "-m"])
+def test_several_runs_are_lists_of_a_program(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        from_argv([option, "optim.lr=1e-3,2e-3"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and "scripts/lab/proof/run_experiments.py" in line
+
+
 def test_bad_command_line_ends_with_one_line_per_mistake(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,0 +1,1 @@
+"""`train.py --help <group>` and `--help <knob>`: knobs with defaults and meanings."""
