@@ -8,6 +8,7 @@ on `Facts` alone and import nothing.
 
 import importlib.util
 import os
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,22 +149,35 @@ def order(op: str) -> list[str]:
     return list(_OPS[op].backends)
 
 
+_NO_CUDA = re.compile("not (.+): needs CUDA")
+
+
 def table(choices: Sequence[Choice], width: int = 96) -> str:
-    """The choices as aligned text, at most `width` columns; each clause of a reason is a line."""
+    """The choices as aligned text, at most `width` columns; each clause of a reason is a line.
+
+    What needs CUDA, where there is none, shares the last line.
+    """
     heads = ("op", "backend", "reason")
     op, backend = (
         max([len(head), *(len(getattr(choice, head)) for choice in choices)]) for head in heads[:2]
     )
     indent = op + backend + 4
     lines = [f"{heads[0]:{op}}  {heads[1]:{backend}}  {heads[2]}"]
+    without: dict[str, None] = {}
     for choice in choices:
+        first, *clauses = choice.reason.split("; ")
+        told = [first, *(clause for clause in clauses if not _NO_CUDA.fullmatch(clause))]
+        without |= dict.fromkeys(m[1] for c in clauses if (m := _NO_CUDA.fullmatch(c)))
         reason = [
             line
-            for clause in choice.reason.split("; ")
+            for clause in told
             for line in textwrap.wrap(clause, width - indent, subsequent_indent="  ")
         ]
         lines.append(f"{choice.op:{op}}  {choice.backend:{backend}}  {reason[0]}")
         lines += [" " * indent + line for line in reason[1:]]
+    if without:
+        text = f"Kernels need CUDA, of which there is none here; left out: {', '.join(without)}"
+        lines += textwrap.wrap(text, width, subsequent_indent="  ")
     return "\n".join(lines)
 
 

@@ -316,17 +316,25 @@ def test_table_is_aligned():
 
 
 def test_table_breaks_reasons_into_lines():
-    reason = "auto; not fused: needs what is a long story to tell in a table; not te: needs CUDA"
+    reason = "auto; not fused: needs what is a long story to tell in a table; not te: needs CUDA 13"
     assert table([Choice("norm", "torch", reason)], width=50).splitlines() == [
         "op    backend  reason",
         "norm  torch    auto",
         "               not fused: needs what is a long",
         "                 story to tell in a table",
-        "               not te: needs CUDA",
+        "               not te: needs CUDA 13",
     ]
     for facts in (CPU, H200, replace(H200, dtype=torch.float32, sinks=True)):
         chosen = [resolve(op, "auto", facts) for op in ("grouped_mlp", "attention", "norm")]
         assert max(map(len, table(chosen).splitlines())) <= 96
+
+
+def test_without_a_gpu_the_table_says_once_that_kernels_need_cuda():
+    lines = table([resolve(op, "auto", CPU) for op in ("grouped_mlp", "attention", "norm")])
+    assert lines.count("CUDA") == 1 and "left out: fused, cudnn, te, fa4, quack" in lines
+    assert lines.splitlines()[-1].startswith("Kernels need CUDA, of which there is none here;")
+    h200 = table([resolve(op, "auto", H200) for op in ("grouped_mlp", "attention", "norm")])
+    assert "none here" not in h200
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

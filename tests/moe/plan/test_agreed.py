@@ -86,6 +86,6 @@ def test_the_page_has_what_auto_came_to_and_the_folder_what_was_given(tmp_path: 
     shown = next(page for page in pages if "  op           backend" in page)
     start = shown.index("  op           backend")
     table = shown[start : shown.index("\n\n", start)]
-    assert "not full_iteration: needs CUDA" in table and table in main.out
+    assert "Kernels need CUDA, of which" in table and table in main.out
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["run"]["graph"] == saved["parallel"]["comm_sms"] == "auto"
