@@ -3,12 +3,12 @@
 
     python scripts/lab/proof/plot_rates.py results/sweep_* [--plot PNG] [--json OUT]
 
-A run is its folder: `config.yaml` has its rate, width and variants, `metrics.jsonl` its held-out bits
-per byte at the end. Runs of one width, with or without `mup` (extras/transfer), are a series; where a
-model has the base width itself, its runs belong to both kinds. The best rate is the lowest point of
-the parabola through a series' best run and its two neighbours, on a logarithmic axis of rates; if
-the best run is at an end of its series, it is the rate of that run, and a bound. The factor is the
-largest best rate of a kind over its smallest.
+A run is its folder: `config.yaml` has its rate, width and variants, `metrics.jsonl` its held-out
+bits per byte at the end. Runs of one width, with or without `mup` (extras/transfer), are a series;
+where a model has the base width itself, its runs belong to both kinds. The best rate is the lowest
+point of the parabola through a series' best run and its two neighbours, on a logarithmic axis of
+rates; if the best run is at an end of its series, it is the rate of that run, and a bound. The
+factor is the largest best rate of a kind over its smallest.
 """
 
 import argparse

@@ -24,6 +24,7 @@ def _begun(given: list[list[str]]) -> list[tuple[dict[str, Any], list[dict[str, 
     runtime, found = start(seed=1, timeout=60, deterministic=False), []
     for overrides in given:
         engine = setup(load(overrides), runtime).engine
+        engine.scheduler.step(2)
         named = dict(engine.modules[0].named_parameters())
         names = {id(p): name for name, p in named.items()}
         groups = []
@@ -33,7 +34,6 @@ def _begun(given: list[list[str]]) -> list[tuple[dict[str, Any], list[dict[str, 
                 fields = {k: v for k, v in group.items() if k != "params"}
                 groups.append(fields | {"names": [of[id(p)] for p in group["params"]]})
         weights = {name: p.detach().clone() for name, p in named.items()}
-        engine.scheduler.step(2)
         found.append((weights, groups, engine.lr))
     return found
 

@@ -1,0 +1,1 @@
+"""Transfer of learning rates to other widths: the coordinate check."""
