@@ -7,6 +7,7 @@ buffers, and the wrapper exists before the optimizer makes its master copies.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import Any
 
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -78,7 +79,7 @@ def setup(cfg: Config, runtime: Runtime, plan: Plan | None = None) -> Job:
         layers=cfg.model.layers,
         dp_cp_group=groups.pg.dp_cp,
     )
-    changes, groups_of = of_variants(cfg.model), {}
+    changes, groups_of = of_variants(cfg.model), dict[Any, Any]()
     for change in (change for change in changes if change.begins):
         groups_of |= resolve_name(change.begins)(cfg, built.chunks)
     engine = Engine(
