@@ -12,9 +12,18 @@ from megatron.core.optimizer import ParamKey
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.schema import Config
-from phalanx.extras.transfer import scales as by_kind
-from phalanx.extras.transfer.scales import FINAL_NORM, Scale, kind_of, scales
+from phalanx.extras.transfer.scales import (
+    EXPERT_FC1,
+    EXPERT_FC2,
+    FINAL_NORM,
+    HIDDEN,
+    ROUTER,
+    Scale,
+    kind_of,
+    scales,
+)
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.engine import Engine
 
@@ -47,12 +56,13 @@ def begin(cfg: Config, chunks: Sequence[torch.nn.Module]) -> dict[ParamKey, Para
 def lines(cfg: Config, engine: Engine) -> list[Choice]:
     """Line of the start page."""
     base = next(v.partition(":")[2] for v in cfg.model.variants if v.startswith("mup:"))
-    found, layers = scales(cfg), by_kind.EXPERT_FC1 if cfg.model.moe.experts else ""
-    shown = {"hidden": by_kind.HIDDEN, "router": by_kind.ROUTER if layers else ""}
-    shown |= {"fc1": layers, "fc2": layers and by_kind.EXPERT_FC2}
-    rates = ", ".join(f"{name} {found[kind].rate:.3g}" for name, kind in shown.items() if kind)
-    initial = f"{found[by_kind.HIDDEN].initial:.3g}"
-    reason = f"rates are of width {base}: times {rates}; hidden weights begin with {initial}"
+    found = scales(cfg)
+    shown = {"hidden weights": HIDDEN}
+    if has_experts(cfg.model):
+        shown |= {"router": ROUTER, "fc1 of experts": EXPERT_FC1, "fc2": EXPERT_FC2}
+    rates = ", ".join(f"{name} {found[kind].rate:.3g}" for name, kind in shown.items())
+    reason = f"rates are of width {base}: times {rates}; hidden weights begin with "
+    reason += f"{found[HIDDEN].initial:.3g} of its deviation"
     return [Choice("widths", "mup", reason)]
 
 

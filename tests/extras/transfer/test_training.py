@@ -78,7 +78,10 @@ LAYOUTS = {
     "experts": ["parallel.expert=2"],
     "tensor": ["parallel.tensor=2"],
     "stages": ["parallel.pipeline=2"],
+    "host": ["optim.moments=fp32_host"],
+    "zero3": ["parallel.distributed_optimizer=zero3"],
 }
+OF_ADAMW = ("zero3",)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
@@ -86,13 +89,14 @@ def test_losses_do_not_depend_on_the_layout(optim: str, tmp_path: Path) -> None:
     common = [*TINY, MUP, *FP32, f"optim.kind={optim}", "model.tie_embeddings=true"]
     common += ["run.steps=3", "optim.warmup_steps=0", "model.moe.shared_ffn=16"]
     found = {}
-    for name, more in {"one": [], **LAYOUTS}.items():
+    layouts = {k: v for k, v in LAYOUTS.items() if optim == "adamw" or k not in OF_ADAMW}
+    for name, more in {"one": [], **layouts}.items():
         ranks = run(2 if more else 1, [*common, *more, f"run.dir={tmp_path / name}"])
         assert {r.code for r in ranks} == {0}, ranks[0].err
         found[name] = records(tmp_path / name / "run")
         if not more:
             assert "widths" in ranks[0].out and "rates are of width 16" in ranks[0].out
-    for name in LAYOUTS:
+    for name in layouts:
         for key, rel in (("loss", 2e-5), ("grad_norm", 2e-3)):
             want = [r[key] for r in found["one"]]
             assert [r[key] for r in found[name]] == pytest.approx(want, rel=rel), name
