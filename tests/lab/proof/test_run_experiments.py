@@ -248,6 +248,7 @@ def test_every_experiment_of_the_lists_is_a_valid_run(
         cfg = load(each.command("1e-3")[2:])
         assert (cfg.run.steps, cfg.optim.lr, cfg.optim.min_lr) == (each.steps, 1e-3, 1e-4)
         assert cfg.data.blend == [f"{tmp_path}/train"]
+        assert not each.rate or cfg.run.steps % cfg.run.eval_interval == 0  # bits at its end
         assert cfg.run.save_interval == (0 if "long" in each.name else -1)
         assert each.model in each.name
         assert (cfg.optim.kind == "muon") == ("muon" in each.name)
