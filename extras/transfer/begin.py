@@ -4,8 +4,7 @@ All of them are numbers of this start: a checkpoint has weights and moments alon
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core.optimizer import ParamKey
@@ -67,11 +66,11 @@ def lines(cfg: Config, engine: Engine) -> list[Choice]:
 
 
 def _key(kind: str) -> ParamKey:
-    def is_of(parameter: Any, name: str, *, kind: str) -> bool:
+    def is_of(parameter: torch.nn.Parameter, name: str) -> bool:
         return kind_of(name, parameter.dim()) == kind
 
-    predicate = ParamWithNamePredicate(name=f"mup_{kind}", fn=partial(is_of, kind=kind))
-    return ParamKey(with_name_predicate=predicate)
+    # Predicates are told apart by their names.
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name=f"mup_{kind}", fn=is_of))
 
 
 def _fields(cfg: Config, kind: str, scale: Scale) -> dict[str, float]:
