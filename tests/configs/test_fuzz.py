@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -177,6 +178,9 @@ def value(rng: random.Random, path: str, kind: object) -> object:
         return [PhaseConfig(word(rng), steps=number) for _ in range(rng.randrange(3))]
     if kind == list[str]:
         return [word(rng) for _ in range(rng.randrange(5))]
+    if kind == dict[str, Any]:
+        names = rng.choice([["phase", "top_k", "dim", "loss"], [word(rng), word(rng)]])
+        return {name: rng.choice([number, word(rng), 0.5]) for name in names[rng.randrange(3) :]}
     return rng.choice([*choices().get(path, ()), word(rng), word(rng)])
 
 
