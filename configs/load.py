@@ -229,7 +229,7 @@ def usage() -> str:
         "run.dry_run=true says what it would take there: memory, traffic, time, and what helps;",
         "run.dry_run=search finds the fastest layouts that fit.",
         "Without it both take the ranks that an experiment is laid out for.",
-        "All knobs with their meaning: train.py --help <group>, or docs/configuration.md",
+        "All knobs with their meaning: train.py --help <group> (docs/configuration.md)",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]
     return programs.here("\n".join(lines) + "\n")
