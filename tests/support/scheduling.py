@@ -34,7 +34,7 @@ _OF_EXTRAS = re.compile(
     "|replica|expert_replication|overlap_microbatches=on|two micro-batches|recipe2|zero3|_host\\b"
     "|[Cc]ontext[_ ]par|parallel\\.context|\\bcontext\\b|\\bcp[24]|share_out_heads"
     "|--help \\w"
-    "|deepseek_v32|DeepSeek-V3\\.2|[Gg][Ll][Mm]([_-]5|_moe_dsa)|model\\.variants|machine=b200"
+    "|deepseek_v32|DeepSeek-V3\\.2|[Gg][Ll][Mm]([_-]5|_moe_dsa)|model\\.variants|machine=(b200|h800)"
 )
 """Words in the name of a test, or in its parameters, for what only an extra has."""
 
