@@ -69,6 +69,26 @@ def close(ours: Steps, theirs: Steps) -> None:
         assert [step[name] for step in ours] == want, name
 
 
+RUNS = ("torch", "eager", "graph")
+
+
+def check_fused_and_captured(
+    folder: Path, common: Sequence[str], *, same: Sequence[str], near: int = 4
+) -> None:
+    """Train `RUNS`: captured steps have the `same` records as eager ones, in all steps.
+
+    `near`: the first steps in which fused kernels are close to the torch backend.
+    """
+    fused = [*common, "kernels=fused"]
+    runs = dict(zip(RUNS, ([*common, "kernels=torch"], fused, [*fused, GRAPH]), strict=True))
+    theirs, eager, graph = train_side_by_side(folder, runs).values()
+    close(eager[:near], theirs[:near])
+    assert eager[-1]["loss"] < eager[0]["loss"]
+    for name in same:
+        assert [s[name] for s in graph] == [s[name] for s in eager], name
+    assert "could not be captured" not in (folder / "graph" / "console.log").read_text()
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
 def test_fused_kernels_train_like_torch(model: str, tmp_path: Path) -> None:
     margins = ["kernels.sm_margin.forward=8", "kernels.sm_margin.dgrad=16"]
