@@ -20,6 +20,7 @@ from phalanx.extras.transfer.scales import (
     HIDDEN,
     ROUTER,
     Scale,
+    base,
     kind_of,
     scales,
 )
@@ -54,13 +55,12 @@ def begin(cfg: Config, chunks: Sequence[torch.nn.Module]) -> dict[ParamKey, Para
 
 def lines(cfg: Config, engine: Engine) -> list[Choice]:
     """Line of the start page."""
-    base = next(v.partition(":")[2] for v in cfg.model.variants if v.startswith("mup:"))
     found = scales(cfg)
     shown = {"hidden weights": HIDDEN}
     if has_experts(cfg.model):
         shown |= {"router": ROUTER, "fc1 of experts": EXPERT_FC1, "fc2": EXPERT_FC2}
     rates = ", ".join(f"{name} {found[kind].rate:.3g}" for name, kind in shown.items())
-    reason = f"rates are of width {base}: times {rates}; hidden weights begin with "
+    reason = f"rates are of width {base(cfg)['mup']}: times {rates}; hidden weights begin with "
     reason += f"{found[HIDDEN].initial:.3g} of its deviation"
     return [Choice("widths", "mup", reason)]
 

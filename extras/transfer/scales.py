@@ -7,6 +7,7 @@ r times as many as those of the base has r as its fan-in ratio. README.md derive
 import math
 from dataclasses import dataclass
 
+from phalanx.configs.arithmetic.layers import of_variants
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 
@@ -56,9 +57,14 @@ def kind_of(name: str, dims: int) -> str:
     raise ValueError(f"{name}: model.variants=mup has no rule for it; leave mup out")
 
 
+def base(cfg: Config) -> dict[str, int]:
+    """Width of the base as `mup`, and that of its experts as `mup_ffn` if it is given."""
+    return {variant.name: variant.size for variant in of_variants(cfg.model)}
+
+
 def ratios(cfg: Config) -> tuple[float, float]:
     """(m, f): this model's width, and that of its experts, over the base's."""
-    given = {name: int(size) for name, _, size in (v.partition(":") for v in cfg.model.variants)}
+    given = base(cfg)
     m = cfg.model.hidden / given["mup"]
     return m, cfg.model.moe.ffn / given["mup_ffn"] if "mup_ffn" in given else m
 
