@@ -64,12 +64,12 @@ def fitted(
     options: tuple[Any, ...], problem: Problem, layout: str = "halves"
 ) -> tuple[Problem, str]:
     """Both with F padded as kernels for GPUs need it, if `auto` takes them for no other reason."""
-    _, wanted, _, accumulate, _ = map(decoded, options)
     F = -(-problem.ffn // _CHANNELS) * _CHANNELS
-    wider = problem._replace(ffn=F)
-    if wanted != "auto" or accumulate or not 0 < F - problem.ffn <= problem.ffn / 4:
+    if not 0 < F - problem.ffn <= problem.ffn / 4:  # first: each call over ranks asks
         return problem, layout
-    if not EXPERT_BACKENDS[explain(options, wider).backend].cuda:
+    _, wanted, _, accumulate, _ = map(decoded, options)
+    wider = problem._replace(ffn=F)
+    if wanted != "auto" or accumulate or not EXPERT_BACKENDS[explain(options, wider).backend].cuda:
         return problem, layout
     return wider, padded_layout(layout, problem.ffn, F)
 
