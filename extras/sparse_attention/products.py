@@ -21,20 +21,26 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def rows(x_BTc: Tensor, idx_BCK: Tensor) -> Tensor:
     """Rows of every sequence, [B, C, K, c]; those of index -1 are some row."""
-    B, T = x_BTc.shape[:2]
-    first_B11 = torch.arange(0, B * T, T, device=x_BTc.device)[:, None, None]
-    return x_BTc.flatten(0, 1)[idx_BCK.clamp(min=0) + first_B11]
+    return x_BTc.flatten(0, 1)[_places(idx_BCK, x_BTc.shape[1])]
 
 
 def add_rows_(sum_BTc: Tensor, idx_BCK: Tensor, x_BCKc: Tensor) -> None:
     """Add rows to those of `rows`, always in the same order: a run repeats its bits."""
-    B, T = sum_BTc.shape[:2]
-    first_B11 = torch.arange(0, B * T, T, device=sum_BTc.device)[:, None, None]
-    flat, at = sum_BTc.view(B * T, -1), (idx_BCK.clamp(min=0) + first_B11).flatten()
+    flat, at = sum_BTc.view(-1, sum_BTc.shape[2]), _places(idx_BCK, sum_BTc.shape[1]).flatten()
     if sum_BTc.is_cuda:  # which sorts; `index_add_` has atomic additions there
         flat.index_put_((at,), x_BCKc.flatten(0, 2), accumulate=True)
     else:
         flat.index_add_(0, at, x_BCKc.flatten(0, 2))
+
+
+def _places(idx_BCK: Tensor, T: int) -> Tensor:
+    """Rows [B, C, K] of all sequences one behind the other.
+
+    Missing keys of a query have rows of their own, K <= T: a GPU adds to one row after another.
+    """
+    (B, _, K), device = idx_BCK.shape, idx_BCK.device
+    some_BCK = torch.where(idx_BCK < 0, torch.arange(K, device=device), idx_BCK)
+    return some_BCK + torch.arange(0, B * T, T, device=device)[:, None, None]
 
 
 def pieces(like_BSx: Tensor, bytes_of_a_query: int) -> Iterator[slice]:

@@ -21,6 +21,7 @@ in absorbed form; J heads and e channels of the indexer, K chosen keys.
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
@@ -119,6 +120,7 @@ class Layer:
         return call
 
     def tilelang(self) -> Callable[[], Any]:
+        importlib.import_module("tilelang")
         from megatron.core.transformer.experimental_attention_variant.ops import tilelang_dsa
 
         q, kv, dout = self._absorbed()
