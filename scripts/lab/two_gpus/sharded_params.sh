@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Sharded parameters (zero3) on two H200s, from the root of a checkout:  bash scripts/lab/two_gpus/sharded_params.sh [small|big|ep2|tests]
+# Sharded parameters (zero3) on two H200s, from the root of a checkout:  bash scripts/lab/two_gpus/sharded_params.sh [small|big|sms|ep2|tests]
 # 1. losses of 10 captured steps with validations between, sharded, unsharded, and sharded eagerly;
-# 2. 8 layers of Moonlight, all experts on each rank: median step times, peak memory and the dry run's.
+# 2. 8 layers of Moonlight, all experts on each rank: median step times, peak memory and the dry run's;
+#    `sms`: the same where collectives take fewer SMs (NCCL's default is up to 32), kernels leave them free, and sums are bf16.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$PWD:$PYTHONPATH"
 T=${OUT:-/tmp/zero3}; R=${R:-/tmp/zero3_runs}; mkdir -p $T $R; began=$(date +%s); what=${1:-all}
@@ -67,6 +68,14 @@ if [ $what = all ] || [ $what = big ]; then
 echo "== 2. Moonlight, 8 layers"
 big moonlight_whole parallel.expert=1
 big moonlight_zero3 parallel.expert=1 $Z
+fi
+if [ $what = sms ]; then
+big whole parallel.expert=1
+for n in 4 8 16; do NCCL_MAX_CTAS=$n big zero3_ctas_$n parallel.expert=1 $Z; done
+M=kernels.sm_margin; NCCL_MAX_CTAS=8 big zero3_ctas_8_margin parallel.expert=1 $Z $M.forward=8 $M.dgrad=8 $M.wgrad=8
+big zero3 parallel.expert=1 $Z
+big whole_bf16 parallel.expert=1 parallel.grad_dtype=bf16
+big zero3_bf16 parallel.expert=1 parallel.grad_dtype=bf16 $Z
 fi
 if [ $what = ep2 ]; then  # experts on one rank each: dense layers alone are sharded
 big moonlight_whole_ep2 parallel.expert=2
