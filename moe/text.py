@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from phalanx.configs.arithmetic.accounting import active_parameters, parameters
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import ModelConfig
 
 
@@ -74,3 +75,8 @@ def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
         )
         for row in rows
     )
+
+
+def devices(ranks: int, name: str) -> str:
+    """`2 CPU processes`, `8 x NVIDIA H200 of 139.8 GiB`."""
+    return pluralize(ranks, name) if name == "CPU process" else f"{ranks} x {name}"

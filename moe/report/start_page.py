@@ -21,7 +21,7 @@ from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import stage_line
 from phalanx.moe.data.sources import table as source_table
 from phalanx.moe.job import Job
-from phalanx.moe.text import count, model_size, storage, work
+from phalanx.moe.text import count, devices, model_size, storage, work
 from phalanx.moe.versions import code
 
 
@@ -35,7 +35,7 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
     facts = [
         ("run", f"{cfg.run.dir}/{cfg.run.name}, {resumed}"),
         ("code", f"git {revision()}, torch {torch.__version__}, Python {sys.version.split()[0]}"),
-        ("device", f"{world} x {device(job.runtime.device)}, {described(cfg)}"),
+        ("device", f"{devices(world, device(job.runtime.device))}, {described(cfg)}"),
         (
             "model",
             f"{model_size(cfg.model)}, {count(local)} on rank 0 ({storage(size)})",

@@ -38,6 +38,7 @@ import torch
 
 from phalanx.configs import programs
 from phalanx.configs.validate import ConfigError
+from phalanx.moe.text import devices
 from phalanx.scripts.lab.compare import losses
 from phalanx.scripts.lab.compare.launch import Launch
 from phalanx.scripts.lab.compare.points import expand
@@ -191,7 +192,7 @@ def line(run: Run, label: str) -> str:
 def hardware(ranks: int, cpu: bool) -> str:
     """`8 x NVIDIA H200, driver ...`, from nvidia-smi, as a CUDA context here costs memory."""
     if cpu:
-        return f"{ranks} x CPU process"
+        return devices(ranks, "CPU process")
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         show_run = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)

@@ -6,6 +6,7 @@ from typing import Any
 from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.moe.report.loggers import is_finite
+from phalanx.moe.text import devices
 
 
 def pyplot() -> Any:
@@ -29,13 +30,8 @@ def title(facts: dict[str, Any]) -> str:
         return ""
     text = f"{facts['run']}: {facts['model']}" if "run" in facts else str(facts["model"])
     if "device" in facts:
-        text += f" on {_devices(facts.get('ranks', 1), facts['device'])}"
+        text += f" on {devices(facts.get('ranks', 1), facts['device'])}"
     return ", ".join([text, *(form.format(facts[k]) for k, form in _FORMS.items() if k in facts)])
-
-
-def _devices(ranks: int, device: str) -> str:
-    """`2 CPU processes`, `8 x NVIDIA H200 of 139.8 GiB`."""
-    return pluralize(ranks, device) if device == "CPU process" else f"{ranks} x {device}"
 
 
 _FORMS = {

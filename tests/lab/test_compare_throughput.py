@@ -403,7 +403,7 @@ def test_earlier_results_are_shown_again(stand, capsys, monkeypatch):
     assert compare_throughput.main(["--from-json", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(table) and "no chart: a picture needs matplotlib" in out
-    assert table.startswith("tiny, bf16, sequence 256, batch 32, embedded data, on 2 x CPU process")
+    assert table.startswith("tiny, bf16, sequence 256, batch 32, embedded data, on 2 CPU processes")
     assert (stand.out / "throughput.md").read_text() == table
     content = path.read_text()
     path.write_text(content.replace('"tolerance": 0.01', '"tolerance": NaN'))

@@ -15,7 +15,7 @@ from phalanx.scripts.output.pictures import pyplot
 
 
 def heading(facts: dict[str, Any]) -> str:
-    """Title of a comparison: `tiny, bf16, sequence 256, batch 32, on 2 x CPU process`."""
+    """Title of a comparison: `tiny, bf16, sequence 256, batch 32, on 2 CPU processes`."""
     summary, hardware = facts.get("what", ""), facts.get("hardware", "")
     return f"{summary}, on {hardware}" if summary and hardware else summary or hardware
 
