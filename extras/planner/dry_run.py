@@ -361,7 +361,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield (
         f"machine   {_tflops(own, is_fp8(cfg))}, "
         f"{own.attention_tflops:.0f} attention; {machine.memory_gbs:.0f} GB/s memory, "
-        f"{machine.node_gbs:.0f} node, {machine.network_gbs:.0f} network"
+        f"{machine.node_gbs:.4g} node, {machine.network_gbs:.4g} network"
     )
     for name, seconds in vars(t).items():
         if seconds:

@@ -7,6 +7,7 @@ MLPs and shared experts, and add up their results. Computation hides exchanges o
 alone.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -169,17 +170,23 @@ def core_layers(mixers: Counter[str]) -> int:
 def shard_seconds(cfg: Config, machine: Machine) -> ShardSeconds:
     """Seconds per token of a rank.
 
-    Sequence parallelism gathers the input of a module and scatters sums of its output, does both
-    again for their gradients, and gathers the input once more for weight gradients. Keys and values
-    are gathered in the forward pass, and the sums of their gradients are scattered.
+    Keys and values are gathered in the forward pass, and the sums of their gradients are scattered.
     """
-    p = cfg.parallel
-    again = "full" in cfg.run.recompute
-    element = width(cfg)
-    rows = (5 + 2 * again) * (p.tensor - 1) * cfg.model.hidden * element
-    keys = keys_traffic(cfg, machine)
-    gathered = keys.near / (machine.node_gbs * 1e9) + keys.far / (machine.network_gbs * 1e9)
-    return ShardSeconds(rows / (machine.node_gbs * 1e9), gathered)
+    rows, keys = (f(cfg, machine) for f in (rows_traffic, keys_traffic))
+    near, far = machine.node_gbs * 1e9, machine.network_gbs * 1e9
+    return ShardSeconds(*(sent.near / near + sent.far / far for sent in (rows, keys)))
+
+
+def rows_traffic(cfg: Config, machine: Machine) -> Links:
+    """Bytes of the collectives of tensor ranks around one module, for one token of a rank.
+
+    Sequence parallelism gathers the input of a module and scatters sums of its output, does both
+    again for their gradients, and gathers the input once more for weight gradients.
+    """
+    tensor, passes = cfg.parallel.tensor, 5 + 2 * ("full" in cfg.run.recompute)
+    row = passes * cfg.model.hidden * width(cfg)
+    near = math.gcd(tensor, machine.node_gpus)  # neighbours of the rank that has fewest on its host
+    return Links(row * (near - 1), row * (tensor - near))
 
 
 def keys_traffic(cfg: Config, machine: Machine) -> Links:

@@ -42,6 +42,7 @@ from phalanx.moe.plan.cost.exchange import (
     heads_traffic,
     keys_traffic,
     own_exchange,
+    rows_traffic,
     shard_seconds,
 )
 from phalanx.moe.plan.cost.pipeline import step_seconds
@@ -296,19 +297,22 @@ def network_seconds(
 ) -> float:
     """Seconds of a step in which a GPU of the busiest stage sends over the network.
 
-    Expert tokens, keys and values or heads of context ranks, activations between stages, gradients
-    and parameters, at `Machine.network_gbs`. `sent`: of tokens, by default with the transport's.
+    Expert tokens, rows of tensor ranks, keys and values or heads of context ranks, activations
+    between stages, gradients and parameters, at `Machine.network_gbs`. `sent`: of tokens, by
+    default with the transport's.
     """
     if world <= machine.node_gpus:
         return 0.0
     sent, stages = sent or traffic(cfg, world), [0.0] * cfg.parallel.pipeline
-    keys = keys_traffic(cfg, machine).far
+    keys, rows = keys_traffic(cfg, machine).far, rows_traffic(cfg, machine).far
     heads = {name: heads_traffic(cfg, machine, name).far for name in mixer_layers(cfg.model)}
     between = 2 * cfg.model.hidden * width(cfg) if len(stages) > 1 else 0  # there and back
     for chunk in chunks(cfg):
         stages[chunk.stage] += chunk.sparse * (sent.forward.far + sent.backward.far) + between
         exchanged = sum(n * heads[name] for name, n in chunk.mixers.items())
         stages[chunk.stage] += exchanged + core_layers(chunk.mixers) * keys
+        mlps = len(chunk.kinds) if cfg.model.moe.shared_ffn else chunk.dense
+        stages[chunk.stage] += (len(chunk.kinds) + mlps) * rows
     bytes_ = micro_batches(cfg, world) * sizes(cfg, world).local_tokens * max(stages)
     reduced = _reduced(cfg, world, stage_weights(cfg, world))
     bytes_ += reduced * sum(each for _, each in _widths(cfg))

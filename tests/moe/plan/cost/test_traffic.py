@@ -3,14 +3,19 @@
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.machines import MACHINES
 from phalanx.configs.tables.transports import TRANSPORTS
+from phalanx.moe.plan.cost.exchange import rows_traffic, shard_seconds
+from phalanx.moe.plan.cost.step_time import network_seconds
 from phalanx.moe.plan.cost.traffic import least_traffic, traffic
+from phalanx.moe.plan.described import resolved
 from phalanx.parallel.dispatcher.costs import Links
 from tests.support.additions import COUNTING_TRANSPORTS
 
@@ -164,3 +169,31 @@ def check_least(dispatch: str, ranks: int, recompute: str) -> None:
     t, least = traffic(cfg, ranks), least_traffic(cfg, ranks)
     for sent, needed in ((t.forward, least.forward), (t.backward, least.backward)):
         assert sent.far >= needed.far * (1 - 1e-9) and sent.near >= needed.near * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "node", "neighbours"), [(8, 8, 8), (32, 8, 8), (2, 3, 1), (4, 6, 2), (4, 7, 1)]
+)
+def test_tensor_ranks_of_several_hosts_exchange_over_the_network(
+    tensor: int, node: int, neighbours: int
+) -> None:
+    """Groups lie one after the other, and all wait for the rank with fewest on its host."""
+    groups = [range(first, first + tensor) for first in range(0, tensor * node, tensor)]
+    hosts = [Counter(rank // node for rank in group) for group in groups]
+    assert min(min(count.values()) for count in hosts) == neighbours
+    cfg = load(["model=gpt_oss_20b", f"parallel.tensor={tensor}"])
+    machine = replace(MACHINES["h100"], node_gpus=node)
+    row = rows_traffic(load(["model=gpt_oss_20b", "parallel.tensor=2"]), MACHINES["h100"]).near
+    sent = rows_traffic(cfg, machine)
+    assert sent == Links(row * (neighbours - 1), row * (tensor - neighbours))
+    seconds = sent.near / (machine.node_gbs * 1e9) + sent.far / (machine.network_gbs * 1e9)
+    assert shard_seconds(cfg, machine).shared == pytest.approx(seconds)
+
+
+def test_a_network_is_busy_with_rows_of_tensor_ranks() -> None:
+    given = ["model=gpt_oss_20b", "parallel.tensor=8", "parallel.expert=8", "data.global_batch=64"]
+    cfg, of_four = resolved(load(given), 64, 8), replace(MACHINES["h100"], node_gpus=4)
+    near, far = (network_seconds(cfg, 64, machine) for machine in (MACHINES["h100"], of_four))
+    tokens = 64 * cfg.data.sequence_length // 64 * cfg.model.layers  # of a rank, in all layers
+    sent = tokens * rows_traffic(cfg, of_four).far
+    assert far - near == pytest.approx(sent / (of_four.network_gbs * 1e9)) and near > 0
