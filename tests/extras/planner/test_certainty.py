@@ -65,6 +65,17 @@ def test_rates_of_a_gpu_that_was_never_seen_are_assumptions() -> None:
     assert "FP8 experts" in fp8["assumed"]
 
 
+def test_links_that_were_measured_leave_the_error_of_several_hosts() -> None:
+    """Our own steps, whose error is less, had one host."""
+    links = {"node_gbs", "network_gbs", "latency_us"}
+    h200 = replace(MACHINES["h200"], latency_us=15.0, measured=MACHINES["h200"].measured | links)
+    found = words(["experiment=deepseek_v3_256gpu"], 256, h200)
+    assert "assumed" not in found and "22% off either way as published runs are" in found["range"]
+    b200 = replace(machine_named("b200"), measured=frozenset(links))
+    given = ["experiment=gpt_oss_120b_64gpu"]
+    assert "every rate of the GPU is an assumption" in words(given, 64, b200)["range"]
+
+
 def test_steps_that_are_not_captured_say_what_the_host_takes() -> None:
     given = ["experiment=qwen3_30b_8gpu", "run.graph=off"]
     slow = replace(MACHINES["h200"], launch_us=10.0)
