@@ -156,8 +156,9 @@ def _command(changes: Changes, world: int, machine: Machine, words: Sequence[str
     kept = [w for w in words if w.partition("=")[0].lstrip("+") not in {"run.dry_run", *changes}]
     if "precision.recipe" in changes:
         kept = [w for w in kept if w.partition("=")[0] != "precision"]
-    nodes = -(-world // machine.node_gpus)
-    ranks = f"--nproc-per-node {min(world, machine.node_gpus)}"
+    # torchrun starts as many on each host.
+    of_host = next(n for n in range(min(world, machine.node_gpus), 0, -1) if world % n == 0)
+    nodes, ranks = world // of_host, f"--nproc-per-node {of_host}"
     launch = f"--standalone {ranks}" if nodes == 1 else f"--nnodes {nodes} {ranks}"
     return " ".join(
         [f"torchrun {launch} train.py", *map(shlex.quote, kept), overrides(changes)]

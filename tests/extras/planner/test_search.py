@@ -66,6 +66,18 @@ def test_every_command_is_valid_and_fits(words: list[str], world: int) -> None:
         assert float(again.replace(",", "")) == rate
 
 
+@pytest.mark.parametrize(
+    ("world", "launched"),
+    [(12, "--nnodes 2 --nproc-per-node 6"), (6, "--standalone --nproc-per-node 6")],
+)
+def test_a_command_starts_as_many_ranks_on_each_host(world: int, launched: str) -> None:
+    words = ["experiment=moonlight_8gpu", "model.layers=4", "data.global_batch=96"]
+    text, code = search_page(load(words), world, words)
+    commands = re.findall(r"^torchrun .*", text, re.M)
+    assert code == 0 and commands
+    assert all(each.startswith(f"torchrun {launched} train.py") for each in commands)
+
+
 def test_the_best_layout_beats_the_published_one() -> None:
     """DeepSeek-V3 on 1,024 H100s: the bar is 1,061 tokens/s/GPU, the goal 1,270."""
     cfg = load(PUBLISHED_V3)
