@@ -26,6 +26,7 @@ GPUS: dict[str, Machine] = MACHINES | KINDS
 KEPT = ("name", "measured", "only_memory")
 """Fields of a kind that a file cannot set as numbers."""
 RATES = {f.name: f.type for f in fields(Machine) if f.name not in KEPT}
+_MOST_TIMES = 3  # a value of a kind: its boards differ by less
 _MAY_BE_ZERO = ("latency_us", "launch_us", "reserved_gib")
 
 
@@ -59,9 +60,11 @@ def _read(path: Path, changed: int) -> Machine:
         raise ValueError(f"is no YAML{line}") from error
     if not isinstance(found, dict):
         raise ValueError("must have lines like `kind: h100` and `network_gbs: 25`")
+    named = "kind" in found
     kind = str(found.pop("kind", None)).lower()
     if kind not in GPUS:
-        raise ValueError(f"must have a line `kind:` with one of {', '.join(GPUS)}")
+        has = f", not {kind}" if named else ""
+        raise ValueError(f"must have a line `kind:` with one of {', '.join(GPUS)}{has}")
     base, measured = GPUS[kind], found.pop("measured", [])
     if not isinstance(measured, list) or (wrong := [m for m in measured if str(m) not in RATES]):
         raise ValueError(
@@ -73,9 +76,30 @@ def _read(path: Path, changed: int) -> Machine:
     if base.only_memory and rates:
         raise ValueError(f"has {rates[0]}, but of kind {kind} the memory alone is estimated")
     kept = base.measured - {name for name in values if values[name] != getattr(base, name)}
-    return replace(
+    own = replace(
         base, name=f"{base.name} of {path.name}", measured=kept | frozenset(measured), **values
     )
+    _check_units(own, base)
+    return own
+
+
+def _check_units(own: Machine, base: Machine) -> None:
+    """Refuse MiB for GiB and Gb for GB: what is far above the kind, or above a line."""
+    for name in RATES:
+        value, usual = getattr(own, name), getattr(base, name)
+        if name.endswith("_tflops") or name in ("memory_gib", "memory_gbs"):
+            if value > _MOST_TIMES * usual:
+                raise ValueError(
+                    f"has {name}: {value:g}, more than {_MOST_TIMES} times the {usual:g} of its "
+                    "kind, as if in another unit"
+                )
+    for link in ("node", "network"):
+        rate, line = getattr(own, f"{link}_gbs"), getattr(own, f"{link}_line_gbs")
+        if rate > line:
+            raise ValueError(
+                f"has {link}_gbs: {rate:g} above {link}_line_gbs: {line:g}, as if in another unit "
+                "(400 Gb/s are 50 GB/s)"
+            )
 
 
 def _number(name: Any, value: Any) -> Any:

@@ -69,6 +69,12 @@ def test_numbers_may_have_an_exponent_and_kinds_capitals(tmp_path: Path) -> None
     assert m.latency_us == 20000 and m.memory_gib == MACHINES["h200"].memory_gib
 
 
+def test_faster_links_have_a_faster_line(tmp_path: Path) -> None:
+    text = "kind: h100\nnetwork_gbs: 80\nnetwork_line_gbs: 100\nmemory_gib: 93.1\n"
+    m = machine_named(file_of(tmp_path, text))
+    assert (m.network_gbs, m.network_line_gbs, m.memory_gib) == (80, 100, 93.1)
+
+
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     first = machine_named(file_of(tmp_path, "kind: h200\nnetwork_gbs: 10\n"))
     path = Path(file_of(tmp_path, "kind: h200\nnetwork_gbs: 20\n"))
@@ -82,7 +88,12 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     [
         ("", "must have lines like `kind: h100`"),
         ("network_gbs: 5", "must have a line `kind:` with one of h200, h100"),
-        ("kind: h300", "must have a line `kind:`"),
+        ("kind: h300", "must have a line `kind:` with one of h200, h100, h800, h20, b200, gb200, "),
+        ("kind: GH200", "a100, not gh200: correct"),
+        ("kind: h100\nmemory_gib: 81559", "has memory_gib: 81559, more than 3 times the 79.1 of"),
+        ("kind: h100\ndense_tflops: 5e3", "has dense_tflops: 5000, more than 3 times the 620"),
+        ("kind: h100\nnetwork_gbs: 400", "has network_gbs: 400 above network_line_gbs: 50, as if"),
+        ("kind: h100\nnode_gbs: 900", "has node_gbs: 900 above node_line_gbs: 450, as if in anot"),
         ("kind: [h100", "is no YAML, line 1"),
         ("kind: a100\nnode_gpus: 4\nnetwork_gbs: 20", "has network_gbs, but of kind a100 the mem"),
         ("kind: h100\nspeed: 5", "has speed, none of kind, measured, memory_gib"),
