@@ -7,7 +7,16 @@ from phalanx.configs.tables.machines import machine_named, machine_of
 from phalanx.scripts.cluster.results import Cluster
 
 _KINDS = ("gb200", "b200", "h800", "h20", "a100")  # besides those that were measured
-_OTHER_BOARDS = {"PCIe", "NVL"}  # slower than the SXM modules that the kinds are
+_OTHER_BOARDS = {"PCIe", "NVL", "MIG"}  # slower than the SXM modules that the kinds are
+
+
+def kind_of(device: str) -> str:
+    """Kind of the GPU with this CUDA name, or an empty string: none is like it."""
+    kind, words = machine_of(device, ""), device.replace("-", " ").split()
+    if _OTHER_BOARDS.intersection(words):
+        return ""
+    named = {k: machine_named(k).name.split()[0] for k in _KINDS}
+    return kind or next((k for k, name in named.items() if name in words), "")
 
 
 def machine_file(cluster: Cluster) -> str:
@@ -17,11 +26,7 @@ def machine_file(cluster: Cluster) -> str:
     products are the table's: a check is too short for clocks to come down to those of a run.
     """
     first, hosts = cluster.ranks[0].gpu, {rank.host for rank in cluster.ranks}
-    kind, words = machine_of(first.name, ""), first.name.replace("-", " ").split()
-    if not kind:
-        named = {k: machine_named(k).name.split()[0] for k in _KINDS}
-        kind = next((k for k, name in named.items() if name in words), "")
-    if not kind or _OTHER_BOARDS.intersection(words):
+    if not (kind := kind_of(first.name)):
         raise ValueError(f"no kind of GPU is known that is like {first.name!r}")
     values: dict[str, float | None] = {
         "node_gpus": max(sum(rank.host == host for rank in cluster.ranks) for host in hosts),
@@ -32,13 +37,21 @@ def machine_file(cluster: Cluster) -> str:
     if len(hosts) > 1:  # pretended nodes have no network
         values["network_gbs"] = min((rail.gbs for rail in cluster.rails), default=None)
         values["latency_us"] = max((u for r in cluster.ranks if (u := r.latency_us)), default=None)
+    machine = machine_named(kind)
+    if machine.only_memory:  # of which a file may say nothing else
+        values = {name: values[name] for name in ("node_gpus", "memory_gib")}
     known = {name: value for name, value in values.items() if value is not None}
+    measured = ", ".join(known)
+    for link in ("node", "network"):  # faster links than those of the kind
+        rate, line = known.get(f"{link}_gbs", 0.0), f"{link}_line_gbs"
+        if rate > getattr(machine, line):
+            known[line] = rate
     count = f"{len(cluster.ranks)} x {first.name} on {pluralize(len(hosts), 'host')}"
     lines = [
         f"# Written by check_cluster from {count}; docs/operations.md says what may be added.",
         f"kind: {kind}",
         *(f"{name}: {value:.4g}" for name, value in known.items()),
-        f"measured: [{', '.join(known)}]",
+        f"measured: [{measured}]",
     ]
     return "\n".join(lines) + "\n"
 

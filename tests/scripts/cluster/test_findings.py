@@ -50,6 +50,12 @@ def test_what_reaches_the_table_of_machines_is_fine() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"])
+def test_other_boards_are_not_expected_to_be_as_fast_as_the_modules(name: str) -> None:
+    ranks = [rank(n, gpu=replace(GPU, name=name), tflops=400.0, node_gbs=25.0) for n in range(4)]
+    assert found(cluster(ranks=ranks)) == []
+
+
 @pytest.mark.parametrize(
     ("results", "line"),
     [

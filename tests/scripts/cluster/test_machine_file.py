@@ -67,11 +67,36 @@ def test_the_kind_is_that_of_the_gpu(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA L40S", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H200 NVL"]
+    "name",
+    [
+        "NVIDIA L40S",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H200 NVL",
+        "NVIDIA H200 MIG 1g.18gb",
+    ],
 )
 def test_unknown_gpus_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"no kind of GPU is known that is like '{name}'"):
         machine_file(Cluster([rank(0, gpu=replace(GPU, name=name))], None, [], []))
+
+
+def test_a_file_of_gpus_without_rates_is_read_too(tmp_path: Path) -> None:
+    gpu = replace(GPU, name="NVIDIA A100-PCIE-40GB", memory_gib=39.4)
+    ranks = [replace(r, gpu=gpu) for r in made().ranks]
+    path = tmp_path / "machine.yaml"
+    path.write_text(machine_file(replace(made(), ranks=ranks)))
+    m = machine_named(str(path))
+    assert m.only_memory and (m.node_gpus, m.memory_gib) == (2, 39.4)
+
+
+def test_a_file_of_faster_links_is_read_too(tmp_path: Path) -> None:
+    rails = [Rail(("node0", "node1"), 88.0, (0, 2))]
+    path = tmp_path / "machine.yaml"
+    path.write_text(machine_file(replace(made(), rails=rails)))
+    m = machine_named(str(path))
+    assert (m.network_gbs, m.network_line_gbs) == (88, 88)
+    assert "network_line_gbs" not in m.measured
 
 
 def test_the_option_writes_the_file_or_says_why_not(
