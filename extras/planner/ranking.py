@@ -98,7 +98,8 @@ def _ranking(
         trial = changed(base, layout.changes())
         weights, count = stage_weights(trial, world), max(1, micro_batches(trial, world))
         exposed = collectives(trial, world, machine, weights, rest / count, experts=0.0)
-        return exposed + update(trial, world, machine, weights)
+        # What states in host memory travel depends on what is recomputed.
+        return exposed + update(trial, world, machine, weights, copies=False)
 
     def seconds(layout: Layout, known: bool) -> float:
         sent = exchange(layout.expert, layout.overlap)

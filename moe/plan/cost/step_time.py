@@ -322,8 +322,10 @@ def network_seconds(
 _FP32_RATE = 0.1  # rate of matrix products in fp32 relative to bf16
 
 
-def update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]) -> float:
-    """Seconds of the update on the slowest stage."""
+def update(
+    cfg: Config, world: int, machine: Machine, weights: Sequence[Weights], *, copies: bool = True
+) -> float:
+    """Seconds of the update on the slowest stage, with `copies` of states in host memory."""
     of_dense, of_experts = optimizer_shards(cfg, world)
     longest = 0.0
     for w in weights:
@@ -339,7 +341,7 @@ def update(cfg: Config, world: int, machine: Machine, weights: Sequence[Weights]
         rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
         seconds += w.whole.flops / (rate * 1e12)
         longest = max(longest, seconds)
-    if MOMENTS[cfg.optim.moments].hosted:
+    if copies and MOMENTS[cfg.optim.moments].hosted:
         longest = max(longest, resolve_name(HOST_STATES).seconds(cfg, world, machine))
     return longest
 

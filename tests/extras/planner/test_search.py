@@ -78,6 +78,17 @@ def test_a_command_starts_as_many_ranks_on_each_host(world: int, launched: str) 
     assert all(each.startswith(f"torchrun {launched} train.py") for each in commands)
 
 
+@pytest.mark.parametrize("moments", ["bf16_host", "fp32_host"])
+def test_states_in_host_memory_are_searched_too(moments: str) -> None:
+    words = ["experiment=moonlight_8gpu", "model.layers=4", f"optim.moments={moments}"]
+    found, _, code = searched(*words, world=8)
+    assert code == 0
+    for rate, command in found[:2]:
+        _, overrides = launch(command)
+        (again,) = re.findall(r"^  step .* s: ([\d,]+) ", section(STEP, *overrides, world=8), re.M)
+        assert float(again.replace(",", "")) == rate
+
+
 def test_the_best_layout_beats_the_published_one() -> None:
     """DeepSeek-V3 on 1,024 H100s: the bar is 1,061 tokens/s/GPU, the goal 1,270."""
     cfg = load(PUBLISHED_V3)
