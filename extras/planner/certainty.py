@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from phalanx.configs.capture import CAPTURED
-from phalanx.configs.formats import is_fp8
+from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.machines import Machine
+from phalanx.moe.plan.cost.step_time import PRODUCTS
 
 ON_ONE_HOST = 0.05
 """Error of steps on one host by rates that were measured there: of 0.97 to 1.05 times the expected
@@ -34,7 +35,7 @@ _LINKS = {"node_gbs", "network_gbs", "latency_us"}  # which a check of a cluster
 
 def error_of(cfg: Config, world: int, machine: Machine) -> tuple[float, str]:
     """Part by which the speed may be off, and where that is from."""
-    used, measured = _used(cfg, world, machine), machine.measured
+    used, measured = _used(cfg, world, machine), _measured(cfg, machine)
     if used <= measured and world <= machine.node_gpus:
         return ON_ONE_HOST, "as steps of ours were, by measured rates on one host"
     why = "as published runs are by the same estimate"
@@ -53,7 +54,7 @@ def span(cfg: Config, world: int, machine: Machine, tokens: float) -> str:
 def lines(cfg: Config, world: int, machine: Machine, tokens: float) -> Iterator[str]:
     """Lines of the page under the expected step."""
     yield f"range     {span(cfg, world, machine, tokens)}"
-    used, measured = _used(cfg, world, machine), machine.measured
+    used, measured = _used(cfg, world, machine), _measured(cfg, machine)
     for word, names in (("measured", used & measured), ("assumed", used - measured)):
         if names:
             yield f"{word:<10}{', '.join(text for name, text in _SHOWN.items() if name in names)}"
@@ -63,6 +64,10 @@ def lines(cfg: Config, world: int, machine: Machine, tokens: float) -> Iterator[
         seconds, rate = launches * machine.launch_us / 1e6, f"{machine.launch_us:g} us"
         word = "measured" if "launch_us" in measured else "assumed"
         yield f"host      launches of a stage take {seconds:.3f} s, at {rate} each ({word})"
+
+
+def _measured(cfg: Config, machine: Machine) -> frozenset[str]:
+    return machine.measured if in_bf16(cfg) else machine.measured - {*PRODUCTS}
 
 
 def _used(cfg: Config, world: int, machine: Machine) -> frozenset[str]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from statistics import median
+from typing import Any
 
 from phalanx.configs.arithmetic.layers import mixer_layers, mixer_of
 from phalanx.configs.arithmetic.rates import core_tflops, with_wide_experts
@@ -140,9 +141,21 @@ def _beside_experts(cfg: Config, world: int, machine: Machine) -> float:
     return seconds
 
 
-@remembered("model", "data.sequence_length", "kernels")
+_FP32_RATE = 0.1  # rate of products in fp32, which no tensor core multiplies, relative to bf16
+PRODUCTS = ("dense_tflops", "head_tflops", "expert_tflops", "attention_tflops")
+
+
+@remembered("model", "data.sequence_length", "kernels", "precision")
 def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
-    """The machine with the rates of `kernels.attention` and of experts for sizes of the model."""
+    """The machine with the rates of the dtype, `kernels.attention` and experts of such sizes."""
+    own = _with_sizes(cfg, machine)
+    if in_bf16(cfg):
+        return own
+    slow: dict[str, Any] = {name: _FP32_RATE * getattr(own, name) for name in PRODUCTS}
+    return replace(own, **slow)
+
+
+def _with_sizes(cfg: Config, machine: Machine) -> Machine:
     path = expert_backend(cfg.kernels.backend).machine_rates
     with_experts = resolve_name(path) if path else with_wide_experts
     machine = with_experts(cfg.model, machine)
@@ -319,9 +332,6 @@ def network_seconds(
     return bytes_ / (machine.network_gbs * 1e9)
 
 
-_FP32_RATE = 0.1  # rate of matrix products in fp32 relative to bf16
-
-
 def update(
     cfg: Config, world: int, machine: Machine, weights: Sequence[Weights], *, copies: bool = True
 ) -> float:
@@ -338,8 +348,7 @@ def update(
             touched, speedup = 8 / 3 * w.optimizer_bytes + 2 * gradients, _UPDATE_RATE
         touched += w.whole.touched
         seconds = touched / (speedup * machine.memory_gbs * 1e9)
-        rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
-        seconds += w.whole.flops / (rate * 1e12)
+        seconds += w.whole.flops / (machine.dense_tflops * 1e12)
         longest = max(longest, seconds)
     if copies and MOMENTS[cfg.optim.moments].hosted:
         longest = max(longest, resolve_name(HOST_STATES).seconds(cfg, world, machine))

@@ -76,6 +76,15 @@ def test_links_that_were_measured_leave_the_error_of_several_hosts() -> None:
     assert "every rate of the GPU is an assumption" in words(given, 64, b200)["range"]
 
 
+def test_products_in_fp32_are_slower_and_no_rate_of_them_was_measured() -> None:
+    """No tensor core multiplies them: an H100 has 67 TFLOP/s in fp32, and 989 in bf16."""
+    page = section(STEP, "experiment=moonlight_8gpu", "precision=fp32", world=8)
+    assert "  machine   65 TFLOP/s GEMM, 78 output layer, 56 experts" in page
+    found = words(["experiment=moonlight_8gpu", "precision=fp32"], 8, MACHINES["h200"])
+    assert found["assumed"] == "GEMM, output layer, experts, attention"
+    assert found["measured"] == "memory, node" and "22% off" in found["range"]
+
+
 def test_steps_that_are_not_captured_say_what_the_host_takes() -> None:
     given = ["experiment=qwen3_30b_8gpu", "run.graph=off"]
     slow = replace(MACHINES["h200"], launch_us=10.0)
