@@ -100,6 +100,9 @@ class Router(KeepsPrecision):
             count_E = count_choices(routing.idx, len(self.weight))
             with torch.no_grad():
                 self.counts += count_E
+            if not len(x_TD):  # means of nothing
+                nothing = logits_TE.sum()
+                return routing, {n: nothing for n in ("aux", "z") if getattr(self, f"{n}_coef")}
             if self.aux_coef:
                 score_TE = self._scores(logits_TE)
                 losses["aux"] = self.aux_coef * balance_loss(score_TE, count_E[None], ranks=1)

@@ -165,3 +165,12 @@ def test_the_flop_counter_counts_the_products():
     assert forward == 10 * K * of_a_row + router
     # Of x there is no gradient: fc1 has one product backward, fc2 two.
     assert counter.get_total_flops() - forward == 10 * K * 2 * (2 + 2) * D * WIDTH + router
+
+
+def test_a_call_without_tokens_has_losses_of_nothing() -> None:
+    layer = MoE(64, 32, 8, 2, aux_coef=0.1, z_coef=0.1, shared_ffn=16)
+    out, losses = layer(torch.randn(2, 0, 64))
+    assert out.shape == (2, 0, 64) and [*losses] == ["aux", "z"]
+    (out.sum() + sum(losses.values())).backward()
+    assert not any(loss.item() for loss in losses.values())
+    assert not layer.router.weight.grad.any()  # type: ignore[union-attr]
