@@ -83,3 +83,11 @@ def test_another_dtype_than_that_of_the_weight_is_left_to_transformers() -> None
     assert torch.equal(norm(x), want) and norm(x).dtype == torch.float32
     halves = copy.deepcopy(norm).bfloat16()
     torch.testing.assert_close(halves(x).float(), want, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_without_values_yet_are_known_too(kind: str) -> None:
+    made, config, count = KINDS[kind]
+    with torch.device("meta"):
+        model = made(config)
+    assert fuse_norms(model) == count

@@ -7,6 +7,7 @@ weight before it rounds to bf16.
 Legend: N channels.
 """
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -51,8 +52,11 @@ def _epsilon(norm: Any) -> float:
 @torch.no_grad()
 def _is_plain(norm: Any) -> bool:
     weight = getattr(norm, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or weight.is_meta:
+    if not isinstance(weight, Tensor) or weight.ndim != 1:
         return False
+    if weight.is_meta:  # weights that are loaded later
+        norm = copy.deepcopy(norm).to_empty(device="cpu")
+        weight = nn.init.uniform_(norm.weight, 0.5, 2.0)
     x = torch.linspace(-3, 4, _ROWS * len(weight), device=weight.device)
     x = (x.view(_ROWS, -1) * torch.logspace(-3, 1, _ROWS, device=x.device)[:, None]).to(weight)
     try:
