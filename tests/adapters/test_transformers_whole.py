@@ -30,6 +30,7 @@ from phalanx.adapters.transformers.attention import forward as attend
 from phalanx.adapters.transformers.attention import mask as causal_mask
 from phalanx.adapters.transformers.rotary import Kind, rotated
 from tests.adapters import hf_models
+from tests.kernels.compiling import compiling
 from tests.moe.hf.without_fla import without_fla
 
 with without_fla():
@@ -162,6 +163,17 @@ def test_checkpointing_generation_and_another_head() -> None:
     assert model(**batch()).logits is None
 
 
+def test_a_compiled_model_is_one_graph_without_labels() -> None:
+    model = made("qwen3_moe").eval()
+    ids = batch()["input_ids"]
+    with torch.no_grad(), compiling():
+        want = model(ids).logits
+        apply(model)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        for got in (compiled(ids), compiled(input_ids=ids)):
+            torch.testing.assert_close(got.logits, want, rtol=1e-4, atol=1e-5)
+
+
 def test_adapters_train_over_it_and_under_it() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -190,6 +202,11 @@ def test_a_class_applies_to_each_model(monkeypatch: pytest.MonkeyPatch, tmp_path
     model = Own(config).train()
     assert model.config._experts_implementation == NAME and model(**batch()).logits is None
     model.save_pretrained(tmp_path)
+
+    class Later(Own):
+        pass
+
+    assert Later(config).train()(**batch()).logits is None
     assert Own.from_pretrained(tmp_path).train()(**batch()).logits is None
     assert Qwen3MoeForCausalLM(config).train()(**batch()).logits is not None
 

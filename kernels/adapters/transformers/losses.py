@@ -56,6 +56,7 @@ def fuse_loss(model: Any) -> str | None:
         return f"{type(model).__name__}.forward takes no labels and options of a loss"
     model.__dict__["_phalanx_forward"] = model.__dict__.get("forward")
     forward = partial(_forward, model)
+    model.__dict__["_phalanx_names"] = tuple(parameters)
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters.values()]
     forward.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
     model.forward = forward
@@ -74,10 +75,7 @@ def _unfit(head: Any) -> str | None:
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     inner = model.__dict__["_phalanx_forward"] or partial(type(model).forward, model)
-    if args:
-        given = model.forward.__signature__.bind_partial(*args, **kwargs).arguments
-    else:
-        given = kwargs
+    given = {**dict(zip(model.__dict__["_phalanx_names"], args, strict=False)), **kwargs}
     head, labels = model.get_output_embeddings(), given.get("labels")
     kept = given.get("logits_to_keep", 0)
     if labels is None or not model.training or not (isinstance(kept, int) and kept == 0):

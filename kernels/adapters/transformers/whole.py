@@ -76,7 +76,10 @@ def apply(
         return _apply_to_class(model, switches)
     whole = unwrap_peft_model(model)
     if not isinstance(whole, PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} is no model of transformers, nor its class")
+        raise ValueError(
+            f"{type(model).__name__} is no model of transformers, nor its class: give the model "
+            "itself, before it is compiled or wrapped"
+        )
     report = Report(type(whole).__name__)
     for name, value in switches.items():
         if value is False:
@@ -158,7 +161,7 @@ def _apply_to_class(kind: type, switches: dict[str, Any]) -> Report:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         # A model that is being loaded has no values yet.
-        if type(self) is whole and not any(p.is_meta for p in self.parameters()):
+        if type(self).__init__ is init and not any(p.is_meta for p in self.parameters()):
             apply(self, **switches)
 
     @functools.wraps(loaded)
