@@ -88,3 +88,9 @@ def test_the_list_counts_kernels_and_compiles_none(
     pages = "".join((ROOT / name).read_text() for name in ("docs/use_it.md", "docs/package.md"))
     assert f"{len(build_wheel.selected('all'))} compiled kernels" in pages
     assert f"{len(common)} kernels" in pages
+
+
+def test_no_job_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_wheel.main(["--list", "--kernels", "none", "--jobs", "0"])
+    assert "--jobs 0: must be at least 1" in capsys.readouterr().err

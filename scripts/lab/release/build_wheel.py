@@ -120,7 +120,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="FOLDER")
     parser.add_argument("--cache", type=Path, default=folder(), metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
