@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.schema import Config
+from phalanx.configs.tables.backends import EXPERT_BACKENDS
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.step_time import PRODUCTS
 
@@ -36,9 +38,12 @@ _LINKS = {"node_gbs", "network_gbs", "latency_us"}  # which a check of a cluster
 def error_of(cfg: Config, world: int, machine: Machine) -> tuple[float, str]:
     """Part by which the speed may be off, and where that is from."""
     used, measured = _used(cfg, world, machine), _measured(cfg, machine)
+    why, name = "as published runs are by the same estimate", cfg.kernels.backend
+    facts = EXPERT_BACKENDS.get(name) if has_experts(cfg.model) else None
+    if facts and facts.host_counts and not facts.machine_rates:  # a loop over experts
+        return PUBLISHED, f"{why}, and slower, since these are rates of other experts than {name}"
     if used <= measured and world <= machine.node_gpus:
         return ON_ONE_HOST, "as steps of ours were, by measured rates on one host"
-    why = "as published runs are by the same estimate"
     if not (used - _LINKS) & measured:
         return PUBLISHED, f"{why}, and more, since every rate of the GPU is an assumption"
     return PUBLISHED, why

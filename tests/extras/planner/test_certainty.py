@@ -76,6 +76,15 @@ def test_links_that_were_measured_leave_the_error_of_several_hosts() -> None:
     assert "every rate of the GPU is an assumption" in words(given, 64, b200)["range"]
 
 
+def test_experts_whose_rate_nobody_knows_are_said_to_be_slower() -> None:
+    given = ["experiment=qwen3_30b_8gpu", "kernels=reference"]
+    found = words(given, 8, MACHINES["h200"])["range"]
+    assert "22% off" in found
+    assert found.endswith("and slower, since these are rates of other experts than reference")
+    for known in ("fused", "megatron"):
+        assert "5% off" in words([given[0], f"kernels={known}"], 8, MACHINES["h200"])["range"]
+
+
 def test_products_in_fp32_are_slower_and_no_rate_of_them_was_measured() -> None:
     """No tensor core multiplies them: an H100 has 67 TFLOP/s in fp32, and 989 in bf16."""
     page = section(STEP, "experiment=moonlight_8gpu", "precision=fp32", world=8)
