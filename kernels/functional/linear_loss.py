@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels.expert_mlp.expert_plan import is_debugging
 from phalanx.kernels.functional.copies import scaled
 from phalanx.kernels.functional.options import (
     check_devices,
@@ -63,8 +64,8 @@ def linear_cross_entropy(
     Args:
         x: [..., D] fp32, bf16, fp16 or fp64. There may be no tokens.
         weight: [V, D] in the dtype of x.
-        labels: [...] integers: tokens from 0 to V - 1, or `ignore_index`. Another one is not
-            checked, and its logit counts as 0.
+        labels: [...] integers: tokens from 0 to V - 1, or `ignore_index`. On a GPU others are
+            checked with PHALANX_DEBUG=1 alone, and their logits count as 0.
         reduction: `mean` over the labels that are not ignored, `sum`, or `none`. As with
             `torch.nn.functional.cross_entropy`, the mean over no label is NaN, and its gradient 0.
         num_items: the sum of the losses is divided by it, and `reduction` does not count: what
@@ -75,10 +76,12 @@ def linear_cross_entropy(
         fp32 (fp64 for fp64): a scalar, or with `reduction="none"` losses [...], 0 where ignored.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that do not fit.
+        ValueError: shapes, dtypes, devices, options or labels that do not fit.
     """
     _check(x, weight, labels, reduction, chunk)
     kind = x.device.type
+    if kind == "cpu" or is_debugging():
+        _check_tokens(labels, len(weight), ignore_index)
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         x, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (x, weight))
     if weight.dtype != x.dtype:
@@ -129,6 +132,15 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk: int
         if chunk < 1:
             raise ValueError(f"chunk={chunk} must be at least 1 token")
     check_devices(x, weight=weight, labels=labels)
+
+
+def _check_tokens(labels: Tensor, vocabulary: int, ignored: int) -> None:
+    wrong = labels[(labels != ignored) & ((labels < 0) | (labels >= vocabulary))]
+    if len(wrong):
+        raise ValueError(
+            f"labels has {int(wrong[0])}, which is no token from 0 to {vocabulary - 1} and not "
+            f"ignore_index={ignored}"
+        )
 
 
 class _SummedLoss(torch.autograd.Function):

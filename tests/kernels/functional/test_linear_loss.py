@@ -119,3 +119,10 @@ def test_errors_name_the_argument(change: dict[str, Any], message: str) -> None:
     )
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**(given | change))
+
+
+@pytest.mark.parametrize("label", [7, -1])
+def test_a_label_that_is_no_token_is_refused(label: int) -> None:
+    x, weight, labels = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([0, -100, label])
+    with pytest.raises(ValueError, match=f"labels has {label}, which is no token from 0 to 6 and"):
+        linear_cross_entropy(x, weight, labels)
