@@ -119,7 +119,7 @@ def _rows(path: Path) -> tuple[Options, list[tuple[int, Doc]]]:
     """Options, and objects with the numbers of their lines."""
     options, rows = Options(), list[tuple[int, Doc]]()
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8; a task is a file of JSON lines") from None
     except OSError as error:
@@ -216,6 +216,8 @@ def _texts(value: Any, name: str) -> tuple[str, ...]:
 def _gold(value: Any, options: Sequence[str]) -> tuple[int, ...]:
     """Indexes of right options: from 0, or as a letter, or as the text of one."""
     golds = value if isinstance(value, list) else [value]
+    if not golds:
+        raise ValueError("the list of right choices is empty")
     return tuple(_index(each, options) for each in golds)
 
 
@@ -224,8 +226,7 @@ def _index(value: Any, options: Sequence[str]) -> int:
     if isinstance(value, str):
         if value in options:
             return options.index(value)
-        number = _LETTERS.index(value) if value and value in _LETTERS else value
-        number = int(number) if str(number).isdigit() else None
+        number = _LETTERS.index(value) if value in set(_LETTERS) else _number(value)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(options):
         raise ValueError(f"the label {value!r} names none of the {len(options)} choices")
     return number
@@ -238,16 +239,17 @@ def _of_choices(row: Doc) -> Example:
 
 def _of_schema(row: Doc) -> Example:
     options = _texts(row["context_options"], "context_options")
-    return Example(
-        "", options, _gold(_one(row, _GOLD), options), (_text(row["continuation"], "continuation"),)
-    )
+    return Example("", options, _gold(_one(row, _GOLD), options), (_continuation(row),))
 
 
 def _of_continuation(row: Doc) -> Example:
-    text = _text(row["continuation"], "continuation")
-    if not text:
+    return Example(_text(row["context"], "context"), answers=(_continuation(row),))
+
+
+def _continuation(row: Doc) -> str:
+    if not (text := _text(row["continuation"], "continuation")):
         raise ValueError("continuation is empty")
-    return Example(_text(row["context"], "context"), answers=(text,))
+    return text
 
 
 def _of_answer(row: Doc) -> Example:
@@ -269,32 +271,38 @@ def _cleaned(text: str) -> str:
 
 def _of_hellaswag(row: Doc) -> Example:
     endings = tuple(map(_cleaned, _texts(row["endings"], "endings")))
-    start = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return Example(_cleaned(start), endings, (_index(_digits(row["label"]), endings),))
+    label, a, b = (_text(row[name], name) for name in ("activity_label", "ctx_a", "ctx_b"))
+    start = f"{label}: {a} {b.capitalize()}"
+    return Example(_cleaned(start), endings, (_index(_number(row["label"]), endings),))
 
 
-def _digits(label: Any) -> Any:
-    """A label as a number, as HellaSwag has it as text."""
-    return int(label) if str(label).isdigit() else label
+def _number(label: Any) -> Any:
+    """A label as a number where it is written as text, as HellaSwag's are."""
+    return int(label) if isinstance(label, str) and label.isdecimal() else label
 
 
 def _of_arc(row: Doc) -> Example:
     if isinstance(row["choices"], list):
         return _of_choices(row)
     options, labels = _texts(row["choices"]["text"], "choices"), row["choices"]["label"]
+    if not isinstance(labels, list) or len(labels) != len(options):
+        raise ValueError(f"choices have {len(options)} texts, and as label {json.dumps(labels)}")
     if row["answerKey"] not in labels:
         raise ValueError(f"answerKey {row['answerKey']!r} is none of {labels}")
     gold = labels.index(row["answerKey"])
-    return Example(f"Question: {row['question']}\nAnswer:", options, (gold,))
+    question = _text(row["question"], "question")
+    return Example(f"Question: {question}\nAnswer:", options, (gold,))
 
 
 def _of_mmlu(row: Doc) -> Example:
     texts, subject = _texts(row["choices"], "choices"), _text(row["subject"], "subject")
+    if len(texts) > len(_LETTERS):
+        raise ValueError(f"there are {len(texts)} choices, and {len(_LETTERS)} letters for them")
     letters = tuple(_LETTERS[: len(texts)])
     lines = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True)]
     about = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
     return Example(
-        "\n".join([row["question"].strip(), *lines, "Answer:"]),
+        "\n".join([_text(row["question"], "question").strip(), *lines, "Answer:"]),
         letters,
         (_index(row["answer"], letters),),
         subject=subject,

@@ -91,8 +91,20 @@ def test_solved_examples_before_a_question(tmp_path: Path) -> None:
         ([{"query": "a", "choices": ["b"], "gold": 0}], "line 1: choices must be a list"),
         ([{"query": "a", "choices": ["b", "c"], "gold": -1}], "the label -1 names none of the 2"),
         ([{"query": "a", "choices": ["b", "c"], "gold": ""}], "the label '' names none of the 2"),
+        ([{"query": "a", "choices": ["b", "c"], "gold": "AB"}], "the label 'AB' names none of"),
+        ([{"query": "a", "choices": ["b", "c"], "gold": "²"}], "the label '²' names none of"),
+        ([{"query": "a", "choices": ["b", "c"], "gold": []}], "the list of right choices is empty"),
         ([{"query": "a", "choices": ["b", "c"]}], "line 1 has no 'gold or answer or"),
+        ([{**examples.SCHEMA[0], "continuation": ""}], "line 1: continuation is empty"),
         ([{**examples.ARC[0], "answerKey": "E"}], "answerKey 'E' is none of"),
+        ([{**examples.ARC[0], "question": None}], "question must be a text, not null"),
+        (
+            [{**examples.ARC[0], "choices": {"text": ["a", "b"], "label": ["A", "B", "C"]}}],
+            "choices have 2 texts, and as label",
+        ),
+        ([{**examples.HELLASWAG[0], "ctx_b": None}], "ctx_b must be a text, not null"),
+        ([{**examples.MMLU[0], "question": 5}], "question must be a text, not 5"),
+        ([{**examples.MMLU[0], "choices": ["a"] * 27}], "there are 27 choices, and 26 letters"),
     ],
 )
 def test_what_cannot_be_used(rows: list[Any], reason: str, tmp_path: Path) -> None:
@@ -103,6 +115,12 @@ def test_what_cannot_be_used(rows: list[Any], reason: str, tmp_path: Path) -> No
         read_task(path)
     assert reason in str(caught.value) and "task.jsonl" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"text": "a"}\n', encoding="utf-8-sig")
+    assert read_task(path).examples == (Example("", answers=("a",)),)
 
 
 def test_two_tasks_need_two_names(tmp_path: Path) -> None:
