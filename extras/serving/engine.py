@@ -170,13 +170,12 @@ class Engine:
         if self._model is None:
             raise BadRequest("no model is loaded: restart the server", status=503)
         model, wanted = self._model, job.wanted
+        if (asked := max(1, len(wanted.prompts)) * wanted.choices) > self._most:
+            raise BadRequest(
+                f"these are {asked} texts at a time; --batch {self._most} of the server is the most"
+            )
         prompts = [ids for ids in self._prompts(model, wanted) for _ in range(wanted.choices)]
         job.prompt_tokens = sum(map(len, prompts)) // wanted.choices
-        if len(prompts) > self._most:
-            raise BadRequest(
-                f"these are {len(prompts)} texts at a time; --batch {self._most} of the server is "
-                "the most"
-            )
         longest = max(map(len, prompts))
         if longest >= model.context:
             raise BadRequest(

@@ -75,8 +75,9 @@ def parsed(body: bytes, *, chat: bool, model: str) -> Wanted:
     """
     try:
         fields = json.loads(body)
-    except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from None
+        json.dumps(fields, ensure_ascii=False).encode()  # no surrogate that stands alone
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON of text: {error}") from None
     if not isinstance(fields, dict):
         raise BadRequest("the body is no JSON object")
     asked = fields.get("model")
@@ -88,7 +89,8 @@ def parsed(body: bytes, *, chat: bool, model: str) -> Wanted:
             raise BadRequest(f"{name} is not supported: leave it out", name)
     f = _Fields(fields)
     options = f.take("stream_options", dict, {})
-    most = "max_completion_tokens" if fields.get("max_completion_tokens") else "max_tokens"
+    newer = "max_completion_tokens"
+    most = newer if fields.get(newer) is not None else "max_tokens"
     count = f.number(most, int, None if chat else 16, least=1)
     temperature = f.number("temperature", float, 1.0, least=0, most=1e6)
     seed = f.number("seed", int, secrets.randbits(62), least=0, most=(1 << 63) - 1)

@@ -122,6 +122,9 @@ def test_a_chat_goes_through_the_template(client: openai.OpenAI) -> None:
     ("path", "body", "status", "message"),
     [
         ("completions", "{", 400, "the body is no JSON"),
+        ("completions", '{"prompt": ' + "[" * 10000, 400, "the body is no JSON"),
+        ("completions", r'{"prompt": "\ud800"}', 400, "the body is no JSON of text"),
+        ("chat/completions", r'{"messages": ["\ud800"]}', 400, "the body is no JSON of text"),
         ("completions", "[]", 400, "the body is no JSON object"),
         ("completions", {}, 400, "prompt is null; expected a text, a list"),
         ("completions", {"prompt": []}, 400, "prompt is []; expected"),
@@ -132,11 +135,18 @@ def test_a_chat_goes_through_the_template(client: openai.OpenAI) -> None:
         ("completions", {"prompt": "x", "temperature": "hot"}, 400, 'temperature is "hot"; expec'),
         ("completions", {"prompt": "x", "top_p": 1.5}, 400, "top_p is 1.5; expected a number"),
         ("completions", {"prompt": "x", "n": 17}, 400, "these are 17 texts at a time; --batch 16"),
+        ("completions", {"prompt": "x", "n": 10**9}, 400, "these are 1000000000 texts at a time"),
         ("completions", {"prompt": "x", "stop": [""]}, 400, 'stop is [""]; expected a text'),
         ("completions", {"prompt": "x", "echo": True}, 400, "echo is not supported: leave it out"),
         ("completions", {"prompt": "x", "stream": "y"}, 400, 'stream is "y"; expected true or fa'),
         ("completions", {"prompt": "x", "logprobs": 99}, 400, "logprobs is 99; expected a whole"),
         ("chat/completions", {"messages": []}, 400, "messages is empty"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0},
+            400,
+            "max_completion_tokens is 0; expected a whole number",
+        ),
         ("chat/completions", {"messages": [{}]}, 400, "messages[0] is no object with role"),
         (
             "chat/completions",
