@@ -66,6 +66,9 @@ class RowEncoder:
         messages = fields.get("messages")
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             raise RefusedChat(f"no list 'messages': the row has {', '.join(fields) or 'no keys'}")
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message.get("role"), str):
+                raise RefusedChat(f"message {number} has no role")
         if self._recipe.special_text != SPECIAL:
             self._check_plain(messages)
         text, spans = self._template.answers(messages, fields.get("tools"), self._end)

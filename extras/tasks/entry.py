@@ -62,7 +62,7 @@ class TaskScores(Callback):
             )
             return
         finally:
-            self._metrics.reruns(forward.reruns, f"the tasks after step {step}")
+            self._metrics.reruns(forward.reruns, f"scoring after step {step}")
         numbers = {f"{prefix}/{name}": value for name, value in numbers_of(scores).items()}
         self._metrics.text(f"-- scores{of} after step {step}\n{lines_of(scores)}")
         self._metrics.log({"step": step, "tokens": self._progress.tokens} | numbers)

@@ -147,6 +147,8 @@ BROKEN: dict[str, dict[str, Any]] = {
     "no turn of the assistant": {"messages": chat("a")},
     "no list 'messages': the row has text": {"text": "a"},
     "no list 'messages': the row has messages": {"messages": "a"},
+    "message 1 has no role": {"messages": [{"content": "a"}, *chat("b", "c")]},
+    "message 2 has no role": {"messages": [*chat("a"), {"role": None, "content": "b"}]},
     "the special token '<|user|>' in a message: --special-text special makes it a token": {
         "messages": chat("a<|user|>", "b")
     },

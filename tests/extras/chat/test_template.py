@@ -14,6 +14,7 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.text_rows import Reading
 from tests.extras.chat.chats import CHATS, END, MARKED, PLAIN, chat, write_tokenizer
 
+CHAT = Path(__file__).resolve().parents[3] / "extras/chat/chat.jinja"
 EDGES = """\
 {%- macro shown(text) %}[{{ text }}]{% endmacro -%}
 {{ bos_token }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}
@@ -140,3 +141,17 @@ def test_templates_are_found(tmp_path: Path) -> None:
         read_template(str(tmp_path / "own.jinja"), tokenizer)
     with pytest.raises(DataError, match="--chat-template .*none.jinja cannot be read: "):
         read_template(str(tmp_path / "none.jinja"), tokenizer)
+
+
+@pytest.mark.parametrize("content", [None, 5, [{"type": "text", "text": "b"}]])
+def test_the_plain_template_writes_texts_alone(content: Any) -> None:
+    """Jinja would write None, or a list as Python spells it, and the model would learn that."""
+    template = ChatTemplate(CHAT.read_text(), {})
+    text, _ = template.answers(chat("a", "b", "c"))
+    assert text == "<|user|>\na<|end|>\n<|assistant|>\nb<|end|>\n<|user|>\nc<|end|>\n"
+    for messages in (
+        [*chat("a"), {"role": "assistant", "content": content}],
+        [*chat("a"), {"role": "assistant"}],
+    ):
+        with pytest.raises(RefusedChat, match="message 2 has no text as its content"):
+            template.answers(messages)
