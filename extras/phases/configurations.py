@@ -13,6 +13,8 @@ from phalanx.configs.load import GROUPS, Ended, compose
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config, PhaseConfig
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.tokenizer.special_tokens import check_goes_on
 from phalanx.parallel.checkpoint.saved_knobs import leaves, shown
 from phalanx.parallel.checkpoint.start import must_agree
 from phalanx.parallel.fault.launcher import launcher_world
@@ -152,6 +154,10 @@ def _check_change(before: Config, own: Config) -> None:
         if must_agree(key, old[key], new[key], begins=True):
             change = f"{key}={shown(old[key])} may not become {shown(new[key])}"
             raise ConfigError(f"{change} between phases (docs/checkpoints.md); leave it out")
+    try:
+        check_goes_on(asdict(before.data), asdict(own.data))
+    except DataError as error:
+        raise ConfigError(str(error)) from None
     was, becomes = (each.model.attention.sparse.get("phase") for each in (before, own))
     if becomes == "warm_up" and was != becomes:
         raise ConfigError(

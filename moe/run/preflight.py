@@ -24,6 +24,7 @@ from phalanx.configs.validate import ConfigError
 from phalanx.moe.data.blend import open_blend, open_held_out, parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
+from phalanx.moe.data.tokenizer.special_tokens import check_goes_on
 from phalanx.moe.plan.cost.weights import checkpoint_bytes
 from phalanx.moe.router import recording
 from phalanx.moe.text import count, storage
@@ -56,7 +57,7 @@ def preflight(cfg: Config) -> Findings:
     """Check data, run folder and checkpoint of a valid config; nothing is written."""
     findings = Findings()
     findings.notes += oversized(cfg)
-    checks: tuple[Callable[[Config], Iterator[str]], ...] = (
+    checks: tuple[Callable[[Config], Iterator[str] | None], ...] = (
         _optimizer,
         _replay,
         _recompute,
@@ -69,7 +70,7 @@ def preflight(cfg: Config) -> Findings:
     )
     for check in checks:
         try:
-            findings.notes += check(cfg)
+            findings.notes += check(cfg) or ()
         except _WRONG as error:
             findings.errors.append(error)
     return findings
@@ -135,7 +136,7 @@ def newest_checkpoint(cfg: Config) -> str:
     return f"the newest checkpoint is {checkpoints[0][1]}"
 
 
-def _optimizer(cfg: Config) -> Iterator[str]:
+def _optimizer(cfg: Config) -> None:
     """Check that the library of the optimizer is installed."""
     package = OPTIMIZERS[cfg.optim.kind].package
     if package and importlib.util.find_spec(package.replace("-", "_")) is None:
@@ -144,7 +145,6 @@ def _optimizer(cfg: Config) -> Iterator[str]:
             f"optim.kind={cfg.optim.kind} needs {package}, which is not installed: reinstall this "
             f"project's dependencies, or set optim.kind={without}"
         )
-    yield from ()
 
 
 def _replay(cfg: Config) -> Iterator[str]:
@@ -162,7 +162,7 @@ def _replay(cfg: Config) -> Iterator[str]:
         )
 
 
-def _recompute(cfg: Config) -> Iterator[str]:
+def _recompute(cfg: Config) -> None:
     """Check that the library for recomputing a part is installed."""
     if "moe_act" in cfg.run.recompute and importlib.util.find_spec("transformer_engine") is None:
         instead = ["moe" if name == "moe_act" else name for name in cfg.run.recompute]
@@ -171,7 +171,6 @@ def _recompute(cfg: Config) -> Iterator[str]:
             f"{programs.install('transformer-engine')}, or set "
             f"{overrides({'run.recompute': instead})}"
         )
-    yield from ()
 
 
 def _data(cfg: Config) -> Iterator[str]:
@@ -189,7 +188,7 @@ def _data(cfg: Config) -> Iterator[str]:
         yield from _reading("embedded corpus", available, epochs)
 
 
-def _samples(cfg: Config) -> Iterator[str]:
+def _samples(cfg: Config) -> None:
     """Check that the tokenizer of samples and tasks is known, and the files of tasks."""
     if cfg.run.sample_every:
         from phalanx.moe.data.tokenizer.codec import codec_of_run
@@ -197,7 +196,6 @@ def _samples(cfg: Config) -> Iterator[str]:
         codec_of_run(cfg)
     if cfg.run.tasks:
         resolve_name(READ_TASKS)(cfg)
-    yield from ()
 
 
 def _corpora(cfg: Config, wanted: int) -> Iterator[str]:
@@ -255,7 +253,7 @@ def _folder(cfg: Config) -> Iterator[str]:
         yield note
 
 
-def _record(cfg: Config) -> Iterator[str]:
+def _record(cfg: Config) -> None:
     """Check that the routing can be written, which is done after the last step."""
     if path := cfg.run.record_routing:
         try:
@@ -265,7 +263,6 @@ def _record(cfg: Config) -> Iterator[str]:
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"cannot write to run.record_routing={path}: {reason}") from None
-    yield from ()
 
 
 def _try_to_write(folder: Path) -> None:
@@ -300,6 +297,7 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
             known = saved_config.configuration(path)
             config, begins = redacted(asdict(cfg)), start.begins
             compare(known.config, config, known.samples, step=known.step, begins=begins)
+            check_goes_on(known.config.get("data", {}), config["data"])
     except run_start.OtherPhase:
         pass  # of a run that is checked as a whole
     except Invalid:

@@ -1,6 +1,7 @@
 """A model without a vocabulary size gets that of the data, from the dry run to the export."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx import train
-from phalanx.configs.load import load
+from phalanx.configs.load import Ended, load
 from phalanx.moe.data.blend import fill, shown
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import Sidecar
@@ -22,23 +23,35 @@ IDS = 300
 LINE = f"384, of which {IDS} are ids of {{}}/tokenizer.json"
 
 
+END = "<|endoftext|>"
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A prefix, prepared as in the README."""
-    folder = tmp_path_factory.mktemp("own")
+    return prepared(tmp_path_factory.mktemp("own"), tokenizer(text()))
+
+
+def tokenizer(parts: Sequence[bytes]) -> Tokenizer:
+    """A byte-level BPE of `IDS` tokens, whose merges are those of a text."""
     results = Tokenizer(models.BPE())
     results.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     results.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    end = ["<|endoftext|>"]
     results.train_from_iterator(
-        [part.decode() for part in text()],
-        trainers.BpeTrainer(vocab_size=IDS, special_tokens=end, initial_alphabet=alphabet),
+        [part.decode() for part in parts],
+        trainers.BpeTrainer(vocab_size=IDS, special_tokens=[END], initial_alphabet=alphabet),
     )
-    results.save(str(folder / "tokenizer.json"))
+    return results
+
+
+def prepared(folder: Path, tokenizer: Tokenizer) -> str:
+    """The prefix of `text` by a tokenizer."""
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
     rows = [json.dumps({"text": part.decode()}) for part in text()]
     (folder / "wiki.jsonl").write_text("\n".join(rows))
-    given = [folder / "wiki.jsonl", "--tokenizer", folder / "tokenizer.json", "--eod", *end]
+    given = [folder / "wiki.jsonl", "--tokenizer", folder / "tokenizer.json", "--eod", END]
     given += ["--output", folder / "data/wiki", "--workers", 1]
     assert prepare_data.main([*map(str, given)]) == 0
     return str(folder / "data/wiki")
@@ -93,6 +106,49 @@ def opened_by_transformers(folder: Path, corpus: str) -> None:
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|endoftext|>")
     batch = tokenizer(["def ", "import os"], padding=True, return_tensors="pt")
     assert model.generate(**batch, max_new_tokens=2).shape[0] == 2
+
+
+@pytest.mark.dist
+@pytest.mark.extras  # phases
+def test_a_model_goes_on_with_the_ids_that_it_knows(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other ids of the same number fit the model, and would undo what it has learned."""
+    longer = tokenizer(text())
+    longer.add_special_tokens(["<|user|>"])
+    more, other = (
+        prepared(tmp_path / name, made)
+        for name, made in (("more", longer), ("other", tokenizer(text()[:9])))
+    )
+    (main,) = run(1, overrides(corpus, f"run.dir={tmp_path}", "run.steps=1", "run.save_interval=1"))
+    assert main.code == 0, main.err
+    kept = f"{corpus}.tokenizer.json"
+    before = f"what the model was trained on has {kept}, whose ids are other tokens: "
+    resume = f"run.resume={tmp_path}/run/checkpoints/step_00000001"
+
+    def errors(blend: str, *given: str) -> list[str]:
+        capsys.readouterr()
+        words = [f"run.dir={tmp_path}", "run.steps=2", "--check", *given]
+        code, lines = train.main(overrides(blend, *words)), capsys.readouterr().err.splitlines()
+        found = [line for line in lines if "error: " in line]
+        assert code == 2 * bool(found)
+        return found
+
+    for name in ("run.name=run", "run.name=new"):
+        starts = [name, *[resume] * name.endswith("new")]
+        assert errors(corpus, *starts) == errors(more, *starts) == []
+        (line,) = errors(other, *starts)
+        assert line.startswith(f"error: the data (data.blend) has the tokenizer {other}.")
+        assert before in line
+    of_bytes = ["data.source=embedded", "data.blend=[]", "model.vocab_size=384"]
+    (line,) = errors(corpus, "run.name=new", resume, *of_bytes)
+    assert line.startswith("error: the data (data.blend) has the tokenizer bytes, ")
+    phases = 'run.phases=[{{name:a,steps:1}},{{name:b,steps:1,overrides:["data.blend=[{}]"]}}]'
+    assert errors(corpus, "run.name=phases", phases.format(more)) == []
+    assert errors(more, "run.name=phases", phases.format(corpus)) == []
+    with pytest.raises(Ended) as ended:
+        errors(corpus, "run.name=phases", phases.format(other))
+    assert ended.value.text.startswith("error: phase b: the data ") and before in ended.value.text
 
 
 @pytest.mark.extras  # the page of a dry run

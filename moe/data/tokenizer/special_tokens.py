@@ -290,6 +290,25 @@ def check_pair(prefix: str, described: list[Sidecar]) -> None:
         )
 
 
+def check_goes_on(before: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Check that ids of a data section are those that a model of another one was trained on.
+
+    One of the tokenizers may have more tokens. What is not known passes. Raises DataError.
+    """
+    old, new = (tokenizer_of_data(each) for each in (before, data))
+    if None in (old, new) or old == new:
+        return
+    if BYTES not in (old, new):
+        ids, others = (load_tokenizer(str(file)).get_vocab().items() for file in (old, new))
+        if ids <= others or others <= ids:
+            return
+    raise DataError(
+        f"the data (data.blend) has the tokenizer {new}, and what the model was trained on has "
+        f"{old}, whose ids are other tokens: prepare the text with that one, or with one that adds "
+        "tokens to it"
+    )
+
+
 def check_of_model(
     tokenizer: Path, ids: Mapping[str, int], vocab_size: int, remedy: str = ""
 ) -> None:
