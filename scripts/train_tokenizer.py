@@ -133,8 +133,10 @@ def run(args: argparse.Namespace) -> None:
     print(*inputs.report(), sep="\n")
     reading, limit = replace(read_keys(args.key), lines=args.lines), Limit.read(args.skip_bad)
     held_out: list[str] = []
+    seen = 0
 
     def training() -> Iterator[list[str]]:
+        nonlocal seen
         kept = 0
         for batch in batches(documents(inputs.files, reading, limit)):
             used = [text for text in batch if _place(text, "use") < args.share]
@@ -145,9 +147,12 @@ def run(args: argparse.Namespace) -> None:
                 elif kept < _MOST_HELD_OUT:
                     kept += len(text.encode(errors="surrogatepass"))
                     held_out.append(text)
+            seen += len(learned)
             yield learned
 
     tokenizer = train(training(), size=args.size, special=special, digits=args.digits)
+    if not seen:
+        raise DataError("the inputs hold no text to learn from, or --share leaves none of it")
     made = tokenizer.get_vocab_size()
     if made < args.size:
         print(
@@ -168,7 +173,7 @@ def _check(args: argparse.Namespace, special: Sequence[str], output: Path) -> No
     if args.size <= BYTES + len(special):
         raise DataError(
             f"--size {args.size} has no room for merges: more than {BYTES} bytes and "
-            f"{len(special)} special tokens"
+            f"{pluralize(len(special), 'special token')}"
         )
     if len({*special}) < len(special) or "" in special:
         raise DataError(f"--special: {', '.join(map(repr, special))} must differ, and not be empty")

@@ -16,7 +16,7 @@ import numpy as np
 
 from phalanx.configs.addresses import is_address
 from phalanx.configs.arithmetic.data_stages import parse as parse_stage
-from phalanx.configs.knobs import overrides
+from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.schema import Config, DataConfig
 from phalanx.configs.tables.capabilities import MASK_CHECK
 from phalanx.moe.data.host_cache import DataError, cache_folder
@@ -233,8 +233,9 @@ def _check_length(
         if size and tokens <= cfg.sequence_length:
             raise DataError(
                 f"data.sequence_length={cfg.sequence_length} is longer than the data: the {name} "
-                f"part of {corpus.prefix}.bin (data.split={cfg.split}) has {tokens} tokens in "
-                f"{high - low} documents, and a sequence takes one more than its length"
+                f"part of {corpus.prefix}.bin (data.split={cfg.split}) has "
+                f"{pluralize(tokens, 'token')} in {pluralize(high - low, 'document')}, and a "
+                "sequence takes one more than its length"
             )
     return parts
 

@@ -165,6 +165,17 @@ def test_mistakes_are_a_line(
     assert not output.exists()
 
 
+@pytest.mark.parametrize("text", ["", "\n\n", '{"text": ""}\n'])
+def test_no_text_gives_no_tokenizer(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text(text)
+    given = [tmp_path / "empty.jsonl", "--size", 300, "--output", tmp_path / "t.json"]
+    assert train_tokenizer.main([*map(str, given)]) == 1
+    assert "the inputs hold no text to learn from" in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
+
+
 def test_a_file_is_not_replaced_unasked(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(corpus, "--size", "300")
     before = (corpus.parent / "made.json").read_bytes()
