@@ -33,6 +33,8 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
     """A socket and its address, before work of minutes; ValueError names what is not to be had."""
     if not 0 <= port < 1 << 16:
         raise ValueError(f"--port {port}: must be a number from 0 to 65535")
+    if not host:  # which would be all addresses, as of a variable that is not set
+        raise ValueError("--host is empty: leave it out, or give 0.0.0.0 to open the network")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -133,6 +133,7 @@ def test_mistakes_are_one_line(
     (tmp_path / "notes.txt").write_text("x")
     assert f"{tmp_path}/notes.txt is no metrics.jsonl" in error(tmp_path / "notes.txt")
     assert "--port 70000: must be a number from 0 to 65535" in error(tmp_path, "--port", 70000)
+    assert "--host is empty: leave it out, or give 0.0.0.0" in error(tmp_path, "--host", "")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
