@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs.tables.capabilities import TASKS
+from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.text_rows import read_keys
+from phalanx.moe.data.token_files import Sidecar
 from phalanx.moe.data.tokenizer.encoder import PLAIN, listed
-from phalanx.moe.data.tokenizer.special_tokens import check_pair, sidecars
+from phalanx.moe.data.tokenizer.special_tokens import sidecars, tokenizers_of
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, report_errors
 from phalanx.moe.report.progress import progress
@@ -150,6 +152,22 @@ def evaluate(args: argparse.Namespace) -> None:
         numbers = {"files": numbers} | ({"tasks": _finite(tasks[0])} if args.tasks else {})
         report = json.dumps(header | numbers, indent=2, allow_nan=False)
         args.json.write_text(report + "\n")
+
+
+def check_pair(prefix: str, described: list[Sidecar]) -> None:
+    """Check that a .bin/.idx pair was prepared with the tokenizer of a run's data.
+
+    What has no description passes, as does every pair if `described` is empty; else a DataError.
+    """
+    path = Path(f"{Path(prefix).expanduser()}.json")
+    if not (described and path.is_file() and path.with_suffix(".idx").is_file()):
+        return
+    own = Sidecar.read(path)
+    if not any(own.same_tokenizer(each) for each in described):
+        raise DataError(
+            f"{prefix} was prepared with the tokenizer {own.tokenizer}, and the data of the run "
+            f"with {tokenizers_of(described)}: prepare its text with that one"
+        )
 
 
 def _finite(numbers: dict[str, float]) -> dict[str, float | None]:

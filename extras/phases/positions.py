@@ -11,11 +11,12 @@ and some is left out; the number of epochs stays right.
 
 The state of a checkpoint has, under `carried`, `first` (sample of the run at which this began),
 `tokens` (of the run, less those that cursor and length of sequences give), `rows` (first row of
-each source, in the order of the blend) and `gone` (tokens read of other sources, by path).
+each source, in the order of the blend) and `gone` (tokens read of other sources, by path). Under
+`sources` it has documents and tokens of each, by which files that were written anew are noticed.
 Legend: S tokens of a sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from megatron.core.datasets.utils import Split
 
 from phalanx.configs.arithmetic.data_stages import begun, parse
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import Config, DataConfig
 from phalanx.moe.data import datasets
 from phalanx.moe.data.blend import Span, open_blend, parse_blend, spans_within
@@ -49,6 +51,9 @@ def carried(state: State, cfg: Config, dataset: Samples) -> State:
     """
     old, passed = _data_of(state["config"]), state["data"]["consumed_samples"]
     if not passed or _same_rows(old, cfg.data, passed):
+        if passed and _is_rank_0():
+            for line in _rewritten(state, dataset.sources):
+                print(f"-- warning: data: {line}", flush=True)
         return state
     found = _on_rank_0(lambda: _carried(state, cfg))
     told = [
@@ -60,6 +65,22 @@ def carried(state: State, cfg: Config, dataset: Samples) -> State:
     if told and _is_rank_0():
         print(f"-- data: {', '.join(told)}", flush=True)
     return state | found
+
+
+def _rewritten(state: State, sources: Sequence[Source]) -> Iterator[str]:
+    """Lines on sources whose files are others than those of the checkpoint, by their sizes."""
+    for source, before in zip(sources, state.get("sources", ()), strict=False):
+        if [source.documents, source.tokens] != before:
+            yield (
+                f"{source.name} has {_sized(source.documents, source.tokens)}, and had "
+                f"{_sized(*before)} when the checkpoint was written: its samples are others from "
+                "here on, and some of its text comes again"
+            )
+
+
+def _sized(documents: int, tokens: int) -> str:
+    named = pluralize(f"{tokens:,}", "token")
+    return f"{named} in {pluralize(f'{documents:,}', 'document')}"
 
 
 def _is_rank_0() -> bool:

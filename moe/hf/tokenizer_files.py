@@ -45,7 +45,6 @@ def _conversion() -> Iterator[None]:
 
 
 check_ids = _conversion()(checks.check_ids)
-check_tokenizer = _conversion()(checks.check_tokenizer)
 special_tokens = _conversion()(checks.special_tokens)
 
 
@@ -67,6 +66,15 @@ def imported_tokens(
     remedy = "move its files elsewhere to import the weights alone"
     checks.check_vocabulary(folder, vocab_size, remedy)
     return extra | ({"generation_config": generation} if generation else {})
+
+
+@_conversion()
+def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None:
+    """Check that a folder's tokenizer is that of a run's data and model; else a ConversionError."""
+    remedy = "leave --tokenizer out to export that of the data"
+    if (file := folder / "tokenizer.json").is_file():
+        check_of_data(file, data, remedy)
+    checks.check_vocabulary(folder, vocab_size, remedy)
 
 
 TOKENIZER = "tokenizer.json"

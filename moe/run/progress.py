@@ -169,6 +169,11 @@ class TrainingData:
         self._batch = 0  # last one that was reported
         self.carried: dict[str, Any] = {}  # positions of sources since the run reads other samples
 
+    @property
+    def sizes(self) -> list[list[int]]:
+        """Documents and tokens of the training part of each source."""
+        return [[source.documents, source.tokens] for source in self.loader.dataset.sources]
+
     def fit(self, step: int) -> None:
         """Fit the dataset to all steps after `step`, if the cursor was moved."""
         loader = self.loader
@@ -219,6 +224,7 @@ class Progress:
             "config": redacted(asdict(self._cfg)),
             "step": self.step,
             "data": self._data.loader.state_dict(),
+            "sources": self._data.sizes,
             "carried": self._data.carried,
             "skipped_samples": self.skipped_samples,
             "health": self.health.state_dict(),
@@ -274,8 +280,9 @@ class Progress:
         engine, config = self._job.engine, redacted(asdict(self._cfg))
         parts, begins = (engine.optimizer, engine.scheduler), path == self._begins
         state = self.checkpoints.load(path, engine.chunks, *parts, config, begins=begins)
-        old, new = state["config"].get("data", {}), config["data"]
-        if any(old.get(knob, new[knob]) != new[knob] for knob in _ROWS):
+        old, new, sizes = state["config"].get("data", {}), config["data"], self._data.sizes
+        others = any(old.get(knob, new[knob]) != new[knob] for knob in _ROWS)
+        if others or state.get("sources", sizes) != sizes:
             state = resolve_name(PHASES["carried"])(state, self._cfg, self._data.loader.dataset)
         self.step, self._data.carried = state["step"], state.get("carried", {})
         if self._cfg.run.phases:

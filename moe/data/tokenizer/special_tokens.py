@@ -91,14 +91,6 @@ def special_tokens(
     return SpecialTokens(ids, generation, tuple(notes))
 
 
-def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None:
-    """Check that a folder's tokenizer is that of a run's data and model; else a DataError."""
-    remedy = "leave --tokenizer out to export that of the data"
-    if (file := folder / "tokenizer.json").is_file():
-        check_of_data(file, data, remedy)
-    check_vocabulary(folder, vocab_size, remedy)
-
-
 def check_vocabulary(folder: Path, vocab_size: int, remedy: str) -> None:
     """Check that all tokens of a folder's tokenizer are in the vocabulary; else a DataError."""
     check_of_model(folder, _ids(folder, _settings(folder)), vocab_size, remedy)
@@ -272,22 +264,6 @@ def check_of_data(tokenizer: Path, data: Mapping[str, Any], remedy: str = "") ->
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def check_pair(prefix: str, described: list[Sidecar]) -> None:
-    """Check that a .bin/.idx pair was prepared with the tokenizer of a run's data.
-
-    What has no description passes, as does every pair if `described` is empty; else a DataError.
-    """
-    path = Path(f"{Path(prefix).expanduser()}.json")
-    if not (described and path.is_file() and path.with_suffix(".idx").is_file()):
-        return
-    own = Sidecar.read(path)
-    if not any(own.same_tokenizer(each) for each in described):
-        raise DataError(
-            f"{prefix} was prepared with the tokenizer {own.tokenizer}, and the data of the run "
-            f"with {tokenizers_of(described)}: prepare its text with that one"
-        )
 
 
 def check_goes_on(before: Mapping[str, Any], data: Mapping[str, Any]) -> None:

@@ -107,6 +107,26 @@ def test_a_source_is_added_to_a_run(command: list[str], corpus: list[str], tmp_p
     assert exact(records(tmp_path / "other")) == straight[3:] and len(straight) == 9
 
 
+def test_a_source_that_was_written_anew_is_told(command: list[str], tmp_path: Path) -> None:
+    """Its path is the same, and its samples are others."""
+    pieces = [list(p) for p in text()]
+    a, b = (write_corpus(tmp_path / name, pieces) for name in "ab")
+    args = [*command, f"run.dir={tmp_path}", blend("1", a, "1", b), "data.split=1"]
+    assert run(1, [*args, "run.steps=1"])[0].code == 0
+    (main,) = run(1, [*args, "run.steps=2"])
+    assert main.code == 0 and "warning: data" not in main.out, main.err
+    write_corpus(tmp_path / "b", pieces[1:])
+    (main,) = run(1, [*args, "run.steps=3"])
+    assert main.code == 0, main.err
+    (line,) = [line for line in main.out.splitlines() if line.startswith("-- warning: data")]
+    now, before = (
+        f"{sum(map(len, p)):,} tokens in {len(p)} documents" for p in (pieces[1:], pieces)
+    )
+    assert line.startswith(f"-- warning: data: b has {now}, and had {before} when the checkpoint")
+    (main,) = run(1, [*args, "run.steps=4"])
+    assert main.code == 0 and "warning: data" not in main.out, main.err
+
+
 def test_a_rollback_goes_back_to_before_the_change(
     command: list[str], corpus: list[str], tmp_path: Path
 ) -> None:

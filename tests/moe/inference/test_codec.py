@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.tokenizer.codec import Codec, codec_of, shown
-from phalanx.moe.data.tokenizer.special_tokens import check_pair, sidecars
+from phalanx.moe.data.tokenizer.special_tokens import sidecars
 from phalanx.scripts import prepare_data
+from phalanx.scripts.evaluate import check_pair
 
 
 def common(**data: Any) -> dict[str, Any]:
