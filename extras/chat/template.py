@@ -50,13 +50,16 @@ class ChatTemplate(Renderer):
 
         Raises:
             RefusedChat: the template raises an error, no turn of an assistant is in it, a turn does
-                not end with `end`, or is written otherwise when others follow.
+                not end with `end` (with marks none does), or is written otherwise when others
+                follow.
         """
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise RefusedChat("no turn of the assistant")
         text, spans = self.render(messages, tools)
         if self.marks:
+            if spans and end not in text[spans[0][0] :]:
+                raise RefusedChat(f"the template ends no turn with --eod {end}")
             return text, spans
         for i in turns:
             before, _ = self.render(messages[:i], tools, prompt=True)

@@ -155,3 +155,11 @@ def test_the_plain_template_writes_texts_alone(content: Any) -> None:
     ):
         with pytest.raises(RefusedChat, match="message 2 has no text as its content"):
             template.answers(messages)
+
+
+def test_a_marked_turn_ends_with_the_token_that_ends_texts() -> None:
+    """Else samples, which end at that token, would go on behind an answer."""
+    template = ChatTemplate(MARKED, {})
+    assert template.answers(CHATS[0], end=END) == template.answers(CHATS[0])
+    with pytest.raises(RefusedChat, match=r"ends no turn with --eod <\|endoftext\|>"):
+        template.answers(CHATS[0], end="<|endoftext|>")
