@@ -60,7 +60,13 @@ class Journal:
 
 def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(text)
+        record = json.loads(text, parse_int=_whole)
     except (ValueError, RecursionError):
         return None  # cut off by a kill or a full disk
     return record if isinstance(record, dict) else None
+
+
+def _whole(digits: str) -> int:
+    if abs(number := int(digits)) >= 1 << 63:
+        raise ValueError("no run counts so far, and no table holds it")
+    return number

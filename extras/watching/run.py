@@ -13,6 +13,7 @@ from phalanx.extras.watching.events import event_of, failures
 from phalanx.extras.watching.journal import Journal
 from phalanx.extras.watching.table import Table, size_of
 from phalanx.moe.report.goodput import TRAINING, goodput
+from phalanx.moe.report.loggers import is_finite
 from phalanx.scripts.output.pictures import title
 
 _PACE_OF = 100  # newest records of the launch that give the pace
@@ -90,8 +91,8 @@ class Run:
     def _add(self, record: dict[str, Any]) -> None:
         when = record.get("time")
         self._newest = when if isinstance(when, int | float) else self._newest
-        if isinstance(record.get("seconds"), dict):
-            self._seconds = record["seconds"]
+        if isinstance(seconds := record.get("seconds"), dict):
+            self._seconds = {kind: s for kind, s in seconds.items() if is_finite(s)}
         if isinstance(record.get("step"), int):
             self._ended = False
             if self._table.add(record):

@@ -76,6 +76,20 @@ def test_a_line_counts_once_it_is_whole(tmp_path: Path) -> None:
     assert page.points["axis"]["step"] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("odd", ['"step":1e30', '"seconds":{"training":null,"start":NaN}'])
+@pytest.mark.parametrize("huge", ["step", "time", "loss"])
+def test_numbers_that_no_run_writes_do_not_hide_the_others(
+    odd: str, huge: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, [step(1)])
+    with path.open("a") as file:
+        file.write(json.dumps(step(2) | {huge: 10**400}) + "\n{" + odd + "}\n")
+        file.write(json.dumps(step(3)) + "\n")
+    page = Page(Run(path))
+    assert json.dumps(page.poll()["state"], allow_nan=False)
+    assert page.points["axis"]["step"] == [1, 3]
+
+
 def test_a_validation_joins_its_step_though_the_page_has_it(tmp_path: Path) -> None:
     path = write(tmp_path, [step(1), step(2)])
     page = Page(Run(path))
