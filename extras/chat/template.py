@@ -59,7 +59,7 @@ class ChatTemplate(Renderer):
         text, spans = self.render(messages, tools)
         if self.marks:
             if spans and end not in text[spans[0][0] :]:
-                raise RefusedChat(f"the template ends no turn with --eod {end}")
+                raise RefusedChat(f"the template ends no turn with --eod {end}: give its own")
             return text, spans
         for i in turns:
             before, _ = self.render(messages[:i], tools, prompt=True)
