@@ -13,6 +13,7 @@ from phalanx.configs.load import GROUPS, Ended, compose
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config, PhaseConfig
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.extras.phases.walk import beyond, reached
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.tokenizer.special_tokens import check_goes_on
 from phalanx.parallel.checkpoint.saved_knobs import leaves, shown
@@ -43,7 +44,10 @@ def configurations(cfg: Config, argv: Sequence[str]) -> list[Config]:
         problems = list(_problems(cfg.run.phases))
         if problems:
             raise ConfigError("\n".join(problems))
-        return list(_each(cfg, [word for word in argv if not word.startswith("-")]))
+        found = list(_each(cfg, [word for word in argv if not word.startswith("-")]))
+        if "--check" in argv and (problem := beyond(found, reached(found[0]))):
+            raise ConfigError(problem)
+        return found
     except ConfigError as error:
         text = redacted("".join(f"error: {line}\n" for line in str(error).splitlines()))
         if os.environ.get("RANK", "0") == "0":

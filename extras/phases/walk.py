@@ -10,9 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -24,21 +22,40 @@ from phalanx.parallel.checkpoint.saved_config import CheckpointError
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.fault.signals import REPLACED
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 _MOST = 1_000  # processes that replace each other, far above the phases of any run
 
 
-def present(phases: Sequence[Config], store: dist.Store, rank: int) -> Config:
+def present(phases: Sequence[Config], store: "dist.Store", rank: int) -> Config:
     """Configuration of the phase that is to go on, by what rank 0 finds; the last if all are done.
 
     Args:
         phases: configurations of all phases, the same on every rank.
         store: of the job, where rank 0 tells the others.
+
+    Raises:
+        ConfigError: `beyond`, on every rank.
     """
     if rank == 0:
         step = reached(phases[0])
         number = next((i for i, cfg in enumerate(phases) if step < cfg.run.steps), -1)
-        store.set("phase", str(number))
-    return phases[int(store.get("phase"))]
+        store.set("phase", beyond(phases, step) or str(number))
+    told = store.get("phase").decode()
+    if told.lstrip("-").isdigit():
+        return phases[int(told)]
+    raise ConfigError(told)
+
+
+def beyond(phases: Sequence[Config], step: int) -> str:
+    """What is wrong with phases that end before the step that a run has done; empty if nothing."""
+    if step <= (end := phases[-1].run.steps):
+        return ""
+    return (
+        f"run.phases end at step {end}, and the checkpoint to go on from is of step {step}, which "
+        "counts: give them more steps, or put what the checkpoint has done before them as a phase"
+    )
 
 
 def reached(cfg: Config) -> int:

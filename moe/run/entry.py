@@ -54,7 +54,7 @@ def run(
             rank, world = int(os.environ.get("RANK", "0")), launcher_world()
             limit = cfg.parallel.timeout
             watchdog = Watchdog(guard, store, rank, world, limit, folder, emit_error)
-            if launch.phases[1:]:
+            if cfg.run.phases:
                 cfg = resolve_name(PHASES["present"])(launch.phases, store, rank)
             set_activity("start: comparison of settings")
             compare_settings(cfg, store, rank, world)

@@ -11,6 +11,7 @@ from phalanx.moe.report.loggers import lines
 from phalanx.parallel.checkpoint.saved_config import configuration
 from phalanx.parallel.fault.signals import AGAIN
 from phalanx.scripts.checkpoint import list_run
+from phalanx.train import main
 from tests.support.runs import DEEPSEEK, SMALL, Rank, exact, records, run, text, write_corpus
 from tests.support.tiny_runs import step_of
 from tests.support.torchrun import Program, Torchrun
@@ -131,6 +132,26 @@ def test_a_finished_run_says_so(command: list[str], tmp_path: Path) -> None:
     whole(1, args)
     (main,) = run(1, args)
     assert main.code == 0 and "nothing was left to do" in main.out
+
+
+@pytest.mark.parametrize(
+    ("given", "world"), [("{name:a,steps:2}", 1), ("{name:a,steps:1},{name:b,steps:1}", 2)]
+)
+def test_phases_that_end_before_the_checkpoint_are_refused(
+    given: str, world: int, command: list[str], tmp_path: Path
+) -> None:
+    """No phase is then that of the checkpoint, and processes would replace each other for ever."""
+    args = [*command[:-1], f"run.dir={tmp_path}"]
+    assert run(1, [*args, "run.steps=3"])[0].code == 0
+    begins = ["run.name=other", f"run.resume={step_of(tmp_path / 'run', 3)}"]
+    for more in ([], begins):
+        again = [*args, *more, f"run.phases=[{given}]"]
+        ranks = run(world, again)
+        assert [rank.code for rank in ranks] == [2] * world, ranks[0].out
+        (line,) = [x for x in ranks[0].err.splitlines() if x.startswith("error: ")]
+        assert line.startswith("error: run.phases end at step 2, and the checkpoint to go on from ")
+        with pytest.raises(SystemExit, match="2"):
+            main([*again, "--check"])
 
 
 def test_phases_are_added_to_a_run(command: list[str], tmp_path: Path) -> None:
