@@ -49,7 +49,7 @@ def present(phases: Sequence[Config], store: "dist.Store", rank: int) -> Config:
 
 
 def beyond(phases: Sequence[Config], step: int) -> str:
-    """What is wrong with phases that end before the step that a run has done; empty if nothing."""
+    """Error line on phases that end before the step that a run has done; empty for others."""
     if step <= (end := phases[-1].run.steps):
         return ""
     return (
