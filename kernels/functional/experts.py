@@ -65,8 +65,9 @@ class SortedRows(NamedTuple):
     prob: Tensor | None = None  # [S] of floats, weights of the rows, used in fp32; None: 1
 
     @classmethod
-    def of_ends(cls, ends: Tensor, prob: Tensor | None = None) -> "SortedRows":
+    def of_ends(cls, ends: Tensor | Sequence[int], prob: Tensor | None = None) -> "SortedRows":
         """Rows by the end of each expert's, [E] integers, as `torch._grouped_mm` takes them."""
+        ends = torch.as_tensor(ends)
         return cls(ends.diff(prepend=ends.new_zeros(1)), prob)
 
 

@@ -151,6 +151,8 @@ def test_ends_are_counts():
     rows, prob = torch.randn(20, D), torch.rand(20)
     ends = experts(rows, SortedRows.of_ends(counts.cumsum(0), prob), weights)
     assert torch.equal(ends, experts(rows, SortedRows(counts, prob), weights)) and ends[:16].all()
+    listed, _ = SortedRows.of_ends(counts.cumsum(0).tolist())
+    assert listed.tolist() == counts.tolist()
 
 
 def test_the_flop_counter_counts_the_products():
