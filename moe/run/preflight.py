@@ -17,7 +17,7 @@ from phalanx.configs.arithmetic.data_stages import parse
 from phalanx.configs.bounds import oversized
 from phalanx.configs.knobs import overrides, pluralize
 from phalanx.configs.redact import redacted
-from phalanx.configs.schema import Config
+from phalanx.configs.schema import Config, RunConfig
 from phalanx.configs.tables.capabilities import READ_TASKS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.validate import ConfigError
@@ -104,8 +104,7 @@ def finished_lines(cfg: Config) -> list[str]:
         compare(known.config, redacted(asdict(cfg)), known.samples, step=known.step)
     except (*_WRONG, Invalid, OSError):
         return []
-    lines = [start.note] if start.note else []
-    lines.append(all_steps_done(f"{path} is of step {step}", run.steps))
+    lines = [*filter(None, [start.note]), all_steps_done(f"{path} is of step {step}", run)]
     if run.record_routing and not Path(run.record_routing).exists():
         lines.append(
             f"warning: nothing is written to run.record_routing={run.record_routing}, which needs "
@@ -114,11 +113,12 @@ def finished_lines(cfg: Config) -> list[str]:
     return lines
 
 
-def all_steps_done(state: str, steps: int) -> str:
-    """Line for a run that starts with all of its `steps` done, with the overrides to go on."""
+def all_steps_done(state: str, run: RunConfig) -> str:
+    """Line for a run that starts with all of its steps done, with the overrides to go on."""
+    more = "one more of run.phases" if run.phases else "a larger run.steps"
     return (
-        f"nothing was left to do: {state}, and this run ends at step {steps}; a larger run.steps "
-        f"trains on, {run_start.start_over_override()} or another run.name starts over"
+        f"nothing was left to do: {state}, and this run ends at step {run.steps}; {more} trains "
+        f"on, {run_start.start_over_override()} or another run.name starts over"
     )
 
 

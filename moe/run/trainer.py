@@ -113,7 +113,7 @@ class Trainer:
         if self.step < steps and self._asked_to_stop(f"before step {self.step + 1}"):
             return
         if self.step >= steps:
-            self.metrics.event(all_steps_done(f"resumed from step {self.step}", steps))
+            self.metrics.event(all_steps_done(f"resumed from step {self.step}", self.cfg.run))
         while self.step < steps:
             reached = self.step
             first = reached + 1 == self._first

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from statistics import median
-from typing import Any
 
 from phalanx.configs.arithmetic.layers import mixer_layers, mixer_of
 from phalanx.configs.arithmetic.rates import core_tflops, with_wide_experts
@@ -148,11 +147,8 @@ PRODUCTS = ("dense_tflops", "head_tflops", "expert_tflops", "attention_tflops")
 @remembered("model", "data.sequence_length", "kernels", "precision")
 def with_own_kernels(cfg: Config, machine: Machine) -> Machine:
     """The machine with the rates of the dtype, `kernels.attention` and experts of such sizes."""
-    own = _with_sizes(cfg, machine)
-    if in_bf16(cfg):
-        return own
-    slow: dict[str, Any] = {name: _FP32_RATE * getattr(own, name) for name in PRODUCTS}
-    return replace(own, **slow)
+    own, slow = _with_sizes(cfg, machine), () if in_bf16(cfg) else PRODUCTS
+    return replace(own, **{name: _FP32_RATE * getattr(own, name) for name in slow})
 
 
 def _with_sizes(cfg: Config, machine: Machine) -> Machine:
@@ -188,18 +184,16 @@ def step_with(
         written += added * (owned.dense + owned.expert)
         elementwise = written / (machine.memory_gbs * 1e9) + work.sparse * beside_experts
         heads = sum(n * seconds_of_heads[name] for name, n in work.mixers.items())
-        others = (heads, shards.tensor(work), shards.context(work))
-        moved = (work.sparse * sent.total, *others)
-        gaps = work.layers * GAPS
-        busy = (*work.seconds, elementwise, *(work.tokens * each for each in moved), gaps)
+        moved = (work.sparse * sent.total, heads, shards.tensor(work), shards.context(work))
+        sending = (work.tokens * each for each in moved)
+        busy = (*work.seconds, elementwise, *sending, work.layers * GAPS)
         stages.append((*busy, _copies(sum(busy), work.offloaded, machine)))
     seconds = [sum(stage) for stage in stages]
-    slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
+    slow, count = max(stages, key=sum), micro_batches(cfg, world)
     parts = [count * t for t in slow]
     pipeline, virtual = cfg.parallel.pipeline, cfg.parallel.virtual_pipeline
-    exchange = slow[_EXCHANGE]
-    computing = max(seconds) - exchange
-    parts[_EXCHANGE] = sent.exposed(exchange, computing, count, pipeline, virtual)
+    computing = max(seconds) - slow[_EXCHANGE]
+    parts[_EXCHANGE] = sent.exposed(slow[_EXCHANGE], computing, count, pipeline, virtual)
     gradients = collectives(cfg, world, machine, weights, sum(slow), slow[_EXPERTS])
     delayed, held = [work.delayed for work in works], _held(cfg, world)
     total = step_seconds(seconds, count, virtual, delayed, held)
