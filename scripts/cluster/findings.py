@@ -10,7 +10,7 @@ from statistics import median_high
 
 from phalanx.configs.tables.machines import MACHINES
 from phalanx.parallel.fault.same_settings import differences, settings_of
-from phalanx.scripts.cluster.machine_file import kind_of
+from phalanx.scripts.cluster.machine_file import measured_kind
 from phalanx.scripts.cluster.results import Cluster, Rank
 
 ENOUGH = 0.75
@@ -37,7 +37,7 @@ class Expected:
 
 def expected_of(cluster: Cluster, network_gbs: float | None = None) -> Expected:
     """Expectations for the GPUs of a cluster; `network_gbs` in place of the table's."""
-    machine = MACHINES.get(kind_of(cluster.ranks[0].gpu.name))
+    machine = MACHINES.get(measured_kind(cluster.ranks[0].gpu.name))
     hosts = {rank.host for rank in cluster.ranks}
     if machine is None:
         return Expected(network_gbs=network_gbs if len(hosts) > 1 else None)

@@ -10,13 +10,20 @@ _KINDS = ("gb200", "b200", "h800", "h20", "a100")  # besides those that were mea
 _OTHER_BOARDS = {"PCIe", "NVL", "MIG"}  # slower than the SXM modules that the kinds are
 
 
-def kind_of(device: str) -> str:
-    """Kind of the GPU with this CUDA name, or an empty string: none is like it."""
-    kind, words = machine_of(device, ""), device.replace("-", " ").split()
-    if _OTHER_BOARDS.intersection(words):
+def measured_kind(device: str) -> str:
+    """Kind of the GPU with this CUDA name; empty if none that was measured is like it."""
+    return "" if _OTHER_BOARDS.intersection(_words(device)) else machine_of(device, "")
+
+
+def _kind_of(device: str) -> str:
+    if (words := _words(device)) & _OTHER_BOARDS:
         return ""
     named = {k: machine_named(k).name.split()[0] for k in _KINDS}
-    return kind or next((k for k, name in named.items() if name in words), "")
+    return measured_kind(device) or next((k for k, name in named.items() if name in words), "")
+
+
+def _words(device: str) -> set[str]:
+    return {*device.replace("-", " ").split()}
 
 
 def machine_file(cluster: Cluster) -> str:
@@ -26,7 +33,7 @@ def machine_file(cluster: Cluster) -> str:
     products are the table's: a check is too short for clocks to come down to those of a run.
     """
     first, hosts = cluster.ranks[0].gpu, {rank.host for rank in cluster.ranks}
-    if not (kind := kind_of(first.name)):
+    if not (kind := _kind_of(first.name)):
         raise ValueError(f"no kind of GPU is known that is like {first.name!r}")
     values: dict[str, float | None] = {
         "node_gpus": max(sum(rank.host == host for rank in cluster.ranks) for host in hosts),

@@ -137,7 +137,7 @@ def table(found: Mapping[Series, Points]) -> str:
 
 
 def plot(found: Mapping[Series, Points], path: Path) -> None:
-    """Draw bits per byte against rates, a panel for each kind of several widths; needs matplotlib."""
+    """Draw bits per byte against rates, a panel for each kind of several widths."""
     pictures, kinds = pyplot(), sorted(factors(found)) or sorted({s.kind for s in found})
     figure, panels = pictures.subplots(
         1, len(kinds), sharey=True, figsize=(5.5 * len(kinds), 4.5), squeeze=False
