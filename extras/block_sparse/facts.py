@@ -10,13 +10,15 @@ from phalanx.configs.tables.capabilities import MASKS, ZERO3
 from phalanx.configs.tables.optimizers import MOMENTS, OPTIMIZERS
 from phalanx.extras.block_sparse.schedule import Schedule, living_blocks
 from phalanx.extras.variants.facts import Variant
-from phalanx.moe.saved_tensors import TokenCounts
 
 _KNOB = "model.variants"
 
 
 class Blocks(Variant):
-    """Experts of which `size` percent of the blocks live (`extras.block_sparse.masks`)."""
+    """Experts of which `size` percent of the blocks live (`extras.block_sparse.masks`).
+
+    Dead blocks are stored as zeros, which dense kernels multiply too: counts are those without.
+    """
 
     trains = "phalanx.extras.block_sparse.training:install"
     block = 0  # rows and columns of a block
@@ -36,15 +38,6 @@ class Blocks(Variant):
 
     def schedule(self, steps: int) -> Schedule:
         return Schedule(self.density, steps)
-
-    def parameters(self, m: ModelConfig, sparse: bool) -> int:
-        return 0  # dead blocks are stored as zeros
-
-    def products(self, m: ModelConfig, sparse: bool) -> int:
-        return 0  # dense kernels multiply zeros too
-
-    def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
-        return 0
 
     def problems(self, cfg: Config) -> Iterator[str]:
         m, texts = cfg.model, cfg.model.variants

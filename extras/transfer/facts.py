@@ -1,31 +1,20 @@
-"""Rules of configurations with `mup` and `mup_ffn`, entries of `VARIANTS`; without torch."""
+"""Rules of configurations with `mup` and `mup_ffn`, entries of `VARIANTS`; without torch.
+
+They change how a model begins and is updated, and neither its tensors nor its products.
+"""
 
 from collections.abc import Iterator
 
 from phalanx.configs.arithmetic.layers import ATTENTION, has_experts, mixer_layers
 from phalanx.configs.knobs import repair
-from phalanx.configs.schema import Config, ModelConfig
+from phalanx.configs.schema import Config
 from phalanx.configs.tables.capabilities import RATES
 from phalanx.extras.variants.facts import Variant
-from phalanx.moe.saved_tensors import TokenCounts
 
 _KNOB = "model.variants"
 
 
-class _OfWidths(Variant):
-    """It changes how a model begins and is updated, and neither its tensors nor its products."""
-
-    def parameters(self, m: ModelConfig, sparse: bool) -> int:
-        return 0
-
-    def products(self, m: ModelConfig, sparse: bool) -> int:
-        return 0
-
-    def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
-        return 0
-
-
-class Base(_OfWidths):
+class Base(Variant):
     """Rates and initial scales are those of a model of width `size` (`extras.transfer.scales`)."""
 
     name = "mup"
@@ -47,7 +36,7 @@ class Base(_OfWidths):
             yield repair(cfg, _KNOB, reason, left)
 
 
-class ExpertBase(_OfWidths):
+class ExpertBase(Variant):
     """Experts of the model of the base width have `size` channels; else they are in proportion."""
 
     name = "mup_ffn"
