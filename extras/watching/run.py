@@ -33,7 +33,7 @@ class Run:
         self._begin()
 
     def _begin(self) -> None:
-        self._generation = f"{int(time.time())}-{next(_generations)}"
+        self._generation = _new_generation()
         self._table, self._events = Table(), list[dict[str, Any]]()
         self._version = 0  # lines so far
         self._facts: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class Run:
         if isinstance(record.get("step"), int):
             self._ended = False
             if self._table.add(record):
-                self._generation = f"{int(time.time())}-{next(_generations)}"
+                self._generation = _new_generation()
                 self._first = min(self._first, len(self._table.steps) - 1)
         elif isinstance(record.get("event"), str):
             unended = self._launched and not self._ended
@@ -163,6 +163,10 @@ class _Plan:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
             self._read, self._of = ([], None), -1.0
         return self._read
+
+
+def _new_generation() -> str:
+    return f"{int(time.time())}-{next(_generations)}"
 
 
 def _unit(facts: dict[str, Any]) -> str:
