@@ -143,13 +143,12 @@ def plot(found: Mapping[Series, Points], path: Path) -> None:
         1, len(kinds), sharey=True, figsize=(5.5 * len(kinds), 4.5), squeeze=False
     )
     for panel, kind in zip(panels[0], kinds, strict=True):
-        for s, points in found.items():
-            if s.kind != kind:
-                continue
-            (line,) = panel.plot([*points], [*points.values()], "o-", label=f"width {s.width}")
+        own = {s.width: points for s, points in found.items() if s.kind == kind}
+        for width, points in own.items():
+            (line,) = panel.plot([*points], [*points.values()], "o-", label=f"width {width}")
             panel.axvline(best(points).rate, color=line.get_color(), linestyle=":")
         panel.set(xscale="log", xlabel="optim.lr", title=kind)
-        rates = sorted({rate for s, points in found.items() if s.kind == kind for rate in points})
+        rates = sorted({rate for points in own.values() for rate in points})
         panel.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45)
         panel.set_xticks([], minor=True)
         panel.grid(alpha=0.3)
