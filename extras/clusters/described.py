@@ -60,10 +60,9 @@ def _read(path: Path, changed: int) -> Machine:
         raise ValueError(f"is no YAML{line}") from error
     if not isinstance(found, dict):
         raise ValueError("must have lines like `kind: h100` and `network_gbs: 25`")
-    named = "kind" in found
-    kind = str(found.pop("kind", None)).lower()
+    kind = str(found.pop("kind", "")).lower()
     if kind not in GPUS:
-        has = f", not {kind}" if named else ""
+        has = f", not {kind}" if kind else ""
         raise ValueError(f"must have a line `kind:` with one of {', '.join(GPUS)}{has}")
     base, measured = GPUS[kind], found.pop("measured", [])
     if not isinstance(measured, list) or (wrong := [m for m in measured if str(m) not in RATES]):

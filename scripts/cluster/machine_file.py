@@ -12,18 +12,18 @@ _OTHER_BOARDS = {"PCIe", "NVL", "MIG"}  # slower than the SXM modules that the k
 
 def measured_kind(device: str) -> str:
     """Kind of the GPU with this CUDA name; empty if none that was measured is like it."""
-    return "" if _OTHER_BOARDS.intersection(_words(device)) else machine_of(device, "")
+    return machine_of(device, "") if _words(device) else ""
 
 
 def _kind_of(device: str) -> str:
-    if (words := _words(device)) & _OTHER_BOARDS:
-        return ""
-    named = {k: machine_named(k).name.split()[0] for k in _KINDS}
+    words, named = _words(device), {k: machine_named(k).name.split()[0] for k in _KINDS}
     return measured_kind(device) or next((k for k, name in named.items() if name in words), "")
 
 
 def _words(device: str) -> set[str]:
-    return {*device.replace("-", " ").split()}
+    """Words of a CUDA name; none of a board unlike those of the kinds."""
+    words = {*device.replace("-", " ").split()}
+    return set() if words & _OTHER_BOARDS else words
 
 
 def machine_file(cluster: Cluster) -> str:
