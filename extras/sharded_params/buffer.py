@@ -26,13 +26,14 @@ class ShardedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
         _, dtype, grad_dtype, named_parameters, *_ = args
         parameters = [p for p, _ in named_parameters]
         self.units = list(dict.fromkeys(unit_of[p] for p in reversed(parameters)))  # by bucket
-        self.units[0].ring.allocate(dtype, grad_dtype, parameters[0].device)
+        ring, device = self.units[0].ring, parameters[0].device
+        ring.allocate(dtype, grad_dtype, device)
         sizes = [unit.shard_size for unit in self.units]
-        weights = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
-        grads = torch.zeros(sum(sizes), dtype=grad_dtype, device=parameters[0].device)
-        shards = zip(self.units, weights.split(sizes), grads.split(sizes), strict=True)
-        for unit, own_weights, own_grads in shards:
-            unit.weights, unit.grads = own_weights, own_grads
+        weights, readable = ring.zeros(sizes, dtype, device)
+        grads = torch.zeros(sum(sizes), dtype=grad_dtype, device=device)
+        own = zip(self.units, weights.split(sizes), grads.split(sizes), readable, strict=True)
+        for unit, own_weights, own_grads, shards in own:
+            unit.weights, unit.grads, unit.shards = own_weights, own_grads, shards
             unit.keep()
         with _without_memory():
             super().__init__(*args, **named)

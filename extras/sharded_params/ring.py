@@ -6,17 +6,20 @@ of two buffers, always the same: weights are gathered there before each pass, gr
 micro-batch are written there and then summed over ranks into the shards. Addresses never change, so
 that CUDA graphs, and tensors that autograd has saved, stay right; autograd sees none of the writes.
 
-Collectives wait for the work of the current stream and run beside what follows. So a gather that
+Gathers and sums wait for the work of the current stream and run beside what follows. A gather that
 is started when a layer begins finds the buffer free (the layer before has been computed), and has
 that layer's time to arrive. A sum is started when a layer's gradients are complete, and waited for
-when its buffer is needed again, a layer later.
+when its buffer is needed again, a layer later. A stream of its own adds it to the shard, beside
+products that memory does not limit.
 
 With several nodes (`zero3_node`) shards are those of a node's ranks, and a rank updates a part of
 its shard: parts are gathered over nodes once, before a pass, and sums of all micro-batches are
 summed over nodes once, after the last one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from phalanx.extras.sharded_params.peers import Peers
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.parallel.dispatcher.nodes import Nodes
 
@@ -43,6 +47,7 @@ class Unit:
         )
         ((_, self.size),) = self.layout.bucket_indices
         self.weights = self.grads = torch.empty(0)  # this rank's shards
+        self.shards: Sequence[Tensor] = ()  # those of all ranks, of weights, if `peers` are known
         self.replaces = False  # the first gradient of each parameter overwrites the buffer
         self.last = True  # the backward pass of the last micro-batch is running, or next
         self.joining: Any = None  # the gathering of parts of `weights`
@@ -96,10 +101,11 @@ class Ring:
     Args:
         group: these ranks.
         nodes: their nodes, if shards are those of a node.
+        peers: these ranks, if they can read each other's memory.
     """
 
-    def __init__(self, group: Any, nodes: Nodes | None = None) -> None:
-        self._group, self._rail = group, None
+    def __init__(self, group: Any, nodes: Nodes | None = None, peers: Peers | None = None) -> None:
+        self._group, self._rail, self._peers = group, None, peers
         self.nodes, self.node = 1, 0
         if nodes is not None:
             self._group, self._rail = nodes.inside, nodes.rail
@@ -110,8 +116,11 @@ class Ring:
         self.grads: list[Tensor] = []
         self._held: list[Unit | None] = [None] * PLACES  # whose weights are there, or on their way
         self._arriving: list[Any] = [None] * PLACES
-        self._leaving: list[tuple[Any, Unit, Tensor, bool] | None] = [None] * PLACES
+        self._leaving: list[Any] = [None] * PLACES
         self._crossing: list[Any] = []
+        nccl = dist.get_backend(group) == "nccl"
+        self._sums = torch.cuda.Stream() if nccl else None
+        self._is_summing = False  # since the last `finish`
         # Gathers of gloo (PyTorch 2.11) at the same time corrupt each other.
         self._waits = dist.get_backend(group) == "gloo"
 
@@ -129,6 +138,15 @@ class Ring:
             self.weights.append(torch.zeros(size, dtype=dtype, device=device))
             self.grads.append(torch.zeros(size, dtype=grad_dtype, device=device))
 
+    def zeros(
+        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Iterator[tuple[Tensor, ...]]]:
+        """Shards of weights of this rank, and of each unit those that this rank can read."""
+        if self._peers is None:
+            return torch.zeros(sum(sizes), dtype=dtype, device=device), repeat((), len(sizes))
+        of_ranks = self._peers.zeros(sum(sizes), dtype)
+        return of_ranks[self.rank], zip(*(x.split(sizes) for x in of_ranks), strict=True)
+
     def fetch(self, number: int) -> None:
         """Start to gather a unit, unless it is there or no such unit exists."""
         if not 0 <= number < len(self.units):
@@ -139,9 +157,12 @@ class Ring:
         self._arrived(i)
         self._joined(unit)
         self._held[i] = unit
-        self._arriving[i] = dist.all_gather_into_tensor(
-            unit.whole_weights, unit.weights, group=self._group, async_op=True
-        )
+        if self._peers is not None:
+            self._arriving[i] = self._peers.pull(unit.whole_weights, unit.shards)
+        else:
+            self._arriving[i] = dist.all_gather_into_tensor(
+                unit.whole_weights, unit.weights, group=self._group, async_op=True
+            )
         if self._waits:
             self._arrived(i)
 
@@ -160,18 +181,36 @@ class Ring:
 
     def reduce(self, unit: Unit, last: bool) -> None:
         """Start to sum the gradients of a micro-batch, perhaps the `last`, into the shard."""
-        out = unit.grads if unit.fresh else torch.empty_like(unit.grads)
-        unit.fresh = False
-        work = dist.reduce_scatter_tensor(out, unit.whole_grads, group=self._group, async_op=True)
-        self._leaving[unit.number % PLACES] = work, unit, out, last
-        if self._waits:
-            self._summed(unit.number % PLACES)
+        with self._on_sums():
+            out = unit.grads if unit.fresh else torch.empty_like(unit.grads)
+            grads = unit.whole_grads
+            work = dist.reduce_scatter_tensor(out, grads, group=self._group, async_op=True)
+            work.wait()
+            if not unit.fresh:
+                unit.grads.add_(out)
+            unit.fresh = False
+            if last:
+                self._cross(unit)
+        self._leaving[unit.number % PLACES] = work
+
+    def _on_sums(self) -> AbstractContextManager[Any]:
+        """The stream of sums, which waits for the current one. Its memory is its own."""
+        if self._sums is None:
+            return nullcontext()
+        self._is_summing = True
+        self._sums.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._sums)
 
     def finish(self) -> None:
         """Wait for all that is on its way, and complete sums over nodes."""
         for i in range(PLACES):
             self._arrived(i)
             self._summed(i)
+        if self._peers is not None:
+            self._peers.meet()  # none of them reads the weights, which may change
+        if self._sums is not None and self._is_summing:
+            torch.cuda.current_stream().wait_stream(self._sums)
+        self._is_summing = False
         for unit in self.units:
             self._joined(unit)
             if not unit.fresh and not unit.crossed:
@@ -183,6 +222,8 @@ class Ring:
     def begin(self) -> None:
         """Have all units gathered anew: after an update, or replays of a graph."""
         self._held = [None] * PLACES
+        if self._peers is not None:
+            self._peers.meet()  # all of them have updated their weights
         if self._rail is None:
             return
         for unit in self.units:
@@ -193,7 +234,7 @@ class Ring:
                 self._joined(unit)
 
     def abandon(self) -> None:
-        self._held, self._crossing = [None] * PLACES, []
+        self._held, self._crossing, self._is_summing = [None] * PLACES, [], False
         self._arriving, self._leaving = [None] * PLACES, [None] * PLACES
         for unit in self.units:
             unit.joining = None
@@ -219,12 +260,6 @@ class Ring:
             work.wait()
 
     def _summed(self, i: int) -> None:
-        if (sent := self._leaving[i]) is None:
-            return
-        self._leaving[i] = None
-        work, unit, out, last = sent
-        work.wait()
-        if out is not unit.grads:
-            unit.grads.add_(out)
-        if last:
-            self._cross(unit)
+        if (work := self._leaving[i]) is not None:
+            self._leaving[i] = None
+            work.wait()

@@ -5,6 +5,7 @@ is told of them. Embedding, output layer, norms and other vectors stay as with t
 optimizer: whole on every rank, in Megatron-Core's own buffers.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,7 @@ from phalanx.configs.validate import ConfigError
 from phalanx.extras.sharded_params import layers
 from phalanx.extras.sharded_params.buffer import ShardedBuffer, one_bucket_each
 from phalanx.extras.sharded_params.gather import ShardedGather
+from phalanx.extras.sharded_params.peers import Peers, reachable
 from phalanx.extras.sharded_params.ring import Ring, Unit
 from phalanx.extras.sharded_params.whole import whole_parameters
 from phalanx.kernels.expert_mlp import main_grad
@@ -59,7 +61,9 @@ class ShardedSetup(adam.Setup):
         self._layers: list[tuple[nn.Module, list[Unit]]] = []
 
     def _make(self, group: Any) -> Ring:
-        return Ring(group)
+        # For trials: no GPU has run this yet (`scripts/lab/two_gpus/sharded_params.sh peers`).
+        tried = os.environ.get("PHALANX_PEERS") == "1"
+        return Ring(group, peers=Peers(group) if tried and reachable(group) else None)
 
     def mark(self, chunk: nn.Module) -> None:
         for layer in chunk.modules():
@@ -187,7 +191,7 @@ class NodeShardedSetup(ShardedSetup):
         facts = gather((ranks, names_here(dist.get_rank())[1]))
         groups = {of: [facts[rank][1] for rank in of] for of, _ in facts}
         if all(len(set(names)) == 1 for names in groups.values()):
-            return Ring(group)
+            return super()._make(group)
         if reason := next(filter(None, map(refuse, groups.values())), None):
             raise ConfigError(
                 f"parallel.distributed_optimizer=zero3_node: {reason}; "

@@ -1,0 +1,68 @@
+"""Shards that the other ranks of a host read, so that gathering them takes no SM.
+
+NCCL copies with SMs: on an H200 some 12 GB/s with each, be they four or sixteen, so that what is
+gathered takes a fixed time of SMs from the products beside it. Copy engines take none. They need no
+answer of the other side either: weights change between `Ring.finish` and `Ring.begin` alone, where
+all ranks wait for one another.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.dispatcher.nodes import names_here
+from phalanx.parallel.fault.agreement import gather
+
+
+def reachable(group: Any) -> bool:
+    """Whether the GPUs of a group can read each other's memory. Collective over the job."""
+    able, host = dist.get_backend(group) == "nccl", names_here(dist.get_rank())[0]
+    if able:
+        device = torch.cuda.current_device()
+        others = (d for d in range(torch.cuda.device_count()) if d != device)
+        able = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    answers = gather((host, able))
+    return all(answers[rank] == (host, True) for rank in dist.get_process_group_ranks(group))
+
+
+class Peers:
+    """The ranks of a group, on one host."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._rank, self._ranks = group, group.rank(), group.size()
+        self._copies = torch.cuda.Stream()
+        self._met = torch.zeros(1, device="cuda")
+
+    def zeros(self, size: int, dtype: torch.dtype) -> list[Tensor]:
+        """A tensor [size] of each rank, this one's among them. Collective over the group."""
+        # NVLink multicast is not used; torch reads this at its first allocation.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        # A pool of torch's allocator, which counts it as any other memory.
+        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+            own = torch.zeros(size, dtype=dtype, device=device)
+        torch.cuda.synchronize()
+        handle = symmetric.rendezvous(own, self._group)
+        others = (handle.get_remote_tensor(r, (size,), dtype) for r in range(self._ranks))
+        return [own if r == self._rank else other for r, other in enumerate(others)]
+
+    def meet(self) -> None:
+        """Have the current stream wait for those of all ranks."""
+        dist.all_reduce(self._met, group=self._group)
+
+    def pull(self, whole: Tensor, shards: Sequence[Tensor]) -> torch.cuda.Event:
+        """Start to copy the ranks' shards of a unit to their places; the event follows the last."""
+        self._copies.wait_stream(torch.cuda.current_stream())
+        parts = whole.chunk(self._ranks)
+        with torch.cuda.stream(self._copies):
+            # Each rank begins with its own, and then reads another one than all others.
+            for i in range(self._ranks):
+                of = (self._rank + i) % self._ranks
+                parts[of].copy_(shards[of], non_blocking=True)
+            return self._copies.record_event()
