@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sharded parameters (zero3) on two H200s, from the root of a checkout:  bash scripts/lab/two_gpus/sharded_params.sh [small|big|sms|ep2|tests]
+# Sharded parameters (zero3) on two H200s, from the root of a checkout:  bash scripts/lab/two_gpus/sharded_params.sh [small|big|peers|ep2|tests]
 # 1. losses of 10 captured steps with validations between, sharded, unsharded, and sharded eagerly;
 # 2. 8 layers of Moonlight, all experts on each rank: median step times, peak memory and the dry run's;
-#    `sms`: the same where collectives take fewer SMs (NCCL's default is up to 32), kernels leave them free, and sums are bf16.
+#    `peers`: both where ranks read each other's shards in place of gathering them by NCCL.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$PWD:$PYTHONPATH"
 T=${OUT:-/tmp/zero3}; R=${R:-/tmp/zero3_runs}; mkdir -p $T $R; began=$(date +%s); what=${1:-all}
@@ -18,7 +18,8 @@ small() { # NAME overrides...
     run.eval_interval=3 run.eval_batches=1 parallel.capacity_factor=8 run.log_interval=1 run.device=cuda run.dir=$R run.name=$n "$@" \
     > $T/$n.log 2>&1 || { echo "$n rc $?"; grep -iE "error|assert" $T/$n.log | tail -5 | cut -c1-400; }
 }
-if [ $what = all ] || [ $what = small ]; then
+[ $what = peers ] && export PHALANX_PEERS=1
+if [ $what = all ] || [ $what = small ] || [ $what = peers ]; then
 echo "== 1. equality"
 G=run.graph=full_iteration; ONE=data.global_batch=4; TWO=data.global_batch=8
 small whole $ONE $G                       # compiles; the others find its kernels
@@ -47,7 +48,7 @@ P
 grep -h "could not be captured\|^  graph" $T/zero3.log | head -3
 echo "== 1 took $(( $(date +%s) - began )) s"
 fi
-B="experiment=moonlight_8gpu run=bench model.layers=8 data.micro_batch=4 data.global_batch=16 optim.moments=bf16 model.moe.router.force_balance=true run.steps=12 run.log_interval=1"
+B="experiment=moonlight_8gpu run=bench model.layers=8 data.micro_batch=4 data.global_batch=16 optim.moments=bf16 model.moe.router.force_balance=true run.steps=20 run.log_interval=1"
 big() { # NAME overrides...
   n=$1; shift; t=$(date +%s)
   CUDA_VISIBLE_DEVICES= python train.py $B parallel.world_size=2 run.dry_run=true run.machine=h200 kernels=fused run.device=auto "$@" > $T/$n.dry 2>&1 &
@@ -58,7 +59,7 @@ big() { # NAME overrides...
 import json, statistics as s, sys
 try:
     r = {x["step"]: x for x in map(json.loads, open(sys.argv[1])) if "step_time" in x and "step" in x}
-    last = [r[k]["step_time"] for k in sorted(r)][-6:]
+    last = [r[k]["step_time"] for k in sorted(r)][-14:]
     print(f"  measured: median step {s.median(last):.4f} s of {[round(x, 4) for x in last]}, peak {max(x.get('memory', 0) for x in r.values()):.2f} GiB, loss {r[max(r)]['loss']:.5f}")
 except Exception as e:
     print("  FAILED", repr(e))
@@ -69,13 +70,13 @@ echo "== 2. Moonlight, 8 layers"
 big moonlight_whole parallel.expert=1
 big moonlight_zero3 parallel.expert=1 $Z
 fi
-if [ $what = sms ]; then
+unset PHALANX_PEERS
+if [ $what = peers ]; then
 big whole parallel.expert=1
-for n in 4 8 16; do NCCL_MAX_CTAS=$n big zero3_ctas_$n parallel.expert=1 $Z; done
-M=kernels.sm_margin; NCCL_MAX_CTAS=8 big zero3_ctas_8_margin parallel.expert=1 $Z $M.forward=8 $M.dgrad=8 $M.wgrad=8
+PHALANX_PEERS=1 big zero3_peers parallel.expert=1 $Z
 big zero3 parallel.expert=1 $Z
-big whole_bf16 parallel.expert=1 parallel.grad_dtype=bf16
-big zero3_bf16 parallel.expert=1 parallel.grad_dtype=bf16 $Z
+PHALANX_PEERS=1 big zero3_peers_again parallel.expert=1 $Z
+big whole_again parallel.expert=1
 fi
 if [ $what = ep2 ]; then  # experts on one rank each: dense layers alone are sharded
 big moonlight_whole_ep2 parallel.expert=2
