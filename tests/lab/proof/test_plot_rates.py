@@ -19,12 +19,15 @@ def bits(rate: float, low: float) -> float:
     return 2 + 0.1 * math.log(rate / low) ** 2
 
 
-def run(folder: Path, width: int, rate: float, bits: float, *variants: str) -> str:
+def run(
+    folder: Path, width: int, rate: float, bits: float, *variants: str, ends: bool = True
+) -> str:
     folder.mkdir(parents=True)
     config = {"model": {"hidden": width, "variants": [*variants]}, "optim": {"lr": rate}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    row = {"step": 9, "valid_bits_per_byte": bits}
-    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    rows = [{"step": 9, "valid_bits_per_byte": bits}, {"event": "summary", "at": 9}]
+    text = "".join(json.dumps(row) + "\n" for row in rows[: 1 + ends])
+    (folder / "metrics.jsonl").write_text(text)
     return str(folder)
 
 
@@ -70,12 +73,14 @@ def test_a_kind_with_one_width_has_no_factor() -> None:
     assert factors({Series(MUP, 64): points}) == {}
 
 
-def test_runs_that_are_not_finite_are_left_out_and_too_few_are_refused(
+def test_runs_without_an_end_or_a_loss_are_left_out_and_too_few_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = sweeps(tmp_path, {(64, ""): 1e-3})
     runs.append(run(tmp_path / "bad", 64, 1.0, float("nan")))
+    runs.append(run(tmp_path / "cut", 64, 2.0, 1.5, ends=False))
     assert plot_rates.main(runs) == 0
+    assert "1.00e-03" in capsys.readouterr().out
     assert plot_rates.main(runs[:2]) == 2
     assert plot_rates.main([str(tmp_path / "none")]) == 2
     short, missing = capsys.readouterr().err.splitlines()
