@@ -6,7 +6,6 @@ answer of the other side either: weights change between `Ring.finish` and `Ring.
 all ranks wait for one another.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.parallel.dispatcher.exchange import PeerMemory
 from phalanx.parallel.dispatcher.nodes import names_here
 from phalanx.parallel.fault.agreement import gather
 
@@ -39,17 +39,9 @@ class Peers:
 
     def zeros(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         """A tensor [size] of each rank, this one's among them. Collective over the group."""
-        # NVLink multicast is not used; torch reads this at its first allocation.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symmetric
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        # A pool of torch's allocator, which counts it as any other memory.
-        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
-            own = torch.zeros(size, dtype=dtype, device=device)
-        torch.cuda.synchronize()
-        handle = symmetric.rendezvous(own, self._group)
-        others = (handle.get_remote_tensor(r, (size,), dtype) for r in range(self._ranks))
+        memory = PeerMemory(self._group, size * dtype.itemsize)
+        handle, own = memory.handle, memory.memory.view(dtype)
+        others = (handle.get_buffer(r, (size,), dtype) for r in range(self._ranks))
         return [own if r == self._rank else other for r, other in enumerate(others)]
 
     def meet(self) -> None:
