@@ -36,10 +36,12 @@ class Peers:
         self._group, self._rank, self._ranks = group, group.rank(), group.size()
         self._copies = torch.cuda.Stream()
         self._met = torch.zeros(1, device="cuda")
+        self._mapped: list[PeerMemory] = []  # buffers of others are no owners of what they show
 
     def zeros(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         """A tensor [size] of each rank, this one's among them. Collective over the group."""
         memory = PeerMemory(self._group, size * dtype.itemsize)
+        self._mapped.append(memory)
         handle, own = memory.handle, memory.memory.view(dtype)
         others = (handle.get_buffer(r, (size,), dtype) for r in range(self._ranks))
         return [own if r == self._rank else other for r, other in enumerate(others)]
