@@ -271,13 +271,18 @@ def _router(cfg: Config) -> Iterator[str]:
         yield repair(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
     if r.replay and r.force_balance:
         yield repair(cfg, f"{at}.force_balance", "is not possible with replay", False)
-    if r.rounding != "none" and (r.force_balance or r.replay):
-        what = "force_balance" if r.force_balance else "replay"
-        yield repair(cfg, f"{at}.rounding", f"is not possible with {what}", "none")
-    backend = cfg.kernels.backend
-    if r.rounding != "none" and expert_backend(backend).own_router:
-        reason = f"is not possible with kernels.backend={backend}"
-        yield repair(cfg, f"{at}.rounding", reason, "none")
+    backend, d, p = cfg.kernels.backend, cfg.data, cfg.parallel
+    most = m.top_k if r.rounding == "down" else min(2 * m.top_k, in_reach)
+    rows = d.micro_batch * d.sequence_length * most // (p.context * p.tensor * m.experts)
+    few = f"{rows} tokens to give to each expert, fewer than rounding_tile={r.rounding_tile}"
+    for what, wrong in (
+        ("force_balance", r.force_balance),
+        ("replay", r.replay),
+        (f"kernels.backend={backend}", expert_backend(backend).own_router),
+        (few, rows < r.rounding_tile),
+    ):
+        if r.rounding != "none" and wrong:
+            yield repair(cfg, f"{at}.rounding", f"is not possible with {what}", "none")
     if r.softmax_over == "topk" and r.score != "softmax":
         yield repair(cfg, f"{at}.softmax_over", f"needs score=softmax, not {r.score}", "all")
     if r.softmax_over == "topk" and m.top_k == 1:

@@ -167,7 +167,8 @@ class RouterConfig:
     the tokens of `none` with GPT-OSS-20B's layers and 0.968 times with Moonlight-16B-A3B's.
     """
     rounding_tile: int = knob(128, at_least=1)
-    """Tile size, in tokens, for `rounding`."""
+    """Tile size, in tokens, for `rounding`. At most as many tokens of a micro-batch as choose an
+    expert on average; with `nearest` and `up` twice as many."""
     force_balance: bool = False
     """Replace the chosen experts by a perfectly balanced choice. For benchmarks only."""
     replay: str = ""

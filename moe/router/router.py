@@ -54,14 +54,6 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         )
     if experts % options.groups:
         raise ValueError(f"{at}.groups={options.groups} does not divide the {experts} experts")
-    if options.rounding not in token_rounding.MODES:
-        modes = ", ".join(token_rounding.MODES)
-        raise ValueError(f"unknown {at}.rounding={options.rounding}: set it to one of {modes}")
-    if options.rounding_tile < 1:
-        raise ValueError(f"{at}.rounding_tile={options.rounding_tile} must be at least 1")
-    if options.rounding != "none" and fused_topk.forces_choice(options):
-        knob = "force_balance" if options.force_balance else "replay"
-        raise ValueError(f"{at}.{knob} chooses experts itself: set {at}.rounding=none")
     if not 1 <= options.group_topk <= options.groups:
         raise ValueError(
             f"{at}.group_topk={options.group_topk} must be 1 to {at}.groups={options.groups}"

@@ -158,21 +158,6 @@ def test_counts_that_fit_leave_the_choice_alone(mode: str) -> None:
     run_distributed(_fits, 1, mode)
 
 
-def _refusals() -> None:
-    install()
-    for router, message in (
-        ({"rounding": "stochastic"}, "rounding=stochastic: set it to one of none, nearest"),
-        ({"rounding": "up", "rounding_tile": 0}, "rounding_tile=0 must be at least 1"),
-        ({"rounding": "up", "force_balance": True}, "set model.moe.router.rounding=none"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build_router(router)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    run_distributed(_refusals, 1)
-
-
 # --- in a layer -----------------------------------------------------------------------------------
 
 
