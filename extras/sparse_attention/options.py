@@ -48,6 +48,8 @@ def problems(given: Mapping[str, Any], rotated: int) -> dict[str, tuple[str, Any
         elif name in least and not value >= least[name]:
             why = " (model.attention.qk_rope_dim)" * (name == "dim")
             found[name] = f"must be at least {least[name]}{why}", max(1, least[name])
+        elif name == "loss" and value == float("inf"):
+            found[name] = "must be finite", 1.0
         elif name == "phase" and value not in PHASES:
             found[name] = f"is not one of {', '.join(PHASES)}", "sparse"
     return found
