@@ -28,6 +28,7 @@ from phalanx.extras.block_sparse.schedule import Schedule, living_blocks
 from phalanx.extras.block_sparse.selection import choose
 from phalanx.extras.block_sparse.slices import squares, zero_dead_
 from phalanx.kernels.registry import Choice
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.megatron.updated import Updated, parts, updated
 
@@ -124,6 +125,7 @@ class MaskedTraining:
         """`step` of the scheduler, which every step calls, also a skipped one, and a load."""
         self._next(increment)
         if any(layer.loaded for layer in self.layers):
+            self._check_number()
             self._began = int(self.layers[0].began[0])
             if self._began < 0:  # the checkpoint was of a dense model
                 phases, steps = self._run.phases, self._scheduler.num_steps
@@ -132,6 +134,18 @@ class MaskedTraining:
                 layer.began.fill_(self._began)
                 layer.loaded = False
         self._announce()
+
+    def _check_number(self) -> None:
+        """Refuse masks of a checkpoint with fewer living blocks than are to live in the end."""
+        living_n = self.layers[0].living_fc1[0].flatten()
+        living, blocks, name = int(living_n.sum()), living_n.numel(), self._facts.name
+        if living < living_blocks(blocks, self._facts.density):
+            fits = [n for n in range(1, 101) if living_blocks(blocks, n / 100) <= living]
+            raise CheckpointMismatch(
+                f"model.variants has {name}:{self._facts.size}, which is more than the {living} of "
+                f"{blocks} blocks that live in the checkpoint, and their number never grows; "
+                f"set it to {name}:{min(fits, key=lambda n: abs(n * blocks - 100 * living))}"
+            )
 
     @torch.no_grad()
     def change(self, density: float, exchanged: float) -> None:

@@ -132,6 +132,10 @@ def test_a_dense_checkpoint_begins_a_sparse_run_and_the_other_way_round(tmp_path
     given = [*common, "run.steps=14", f"run.dir={tmp_path / 'back'}", f"run.resume={back}"]
     (again,) = run(1, given)
     assert again.code == 0 and "resumed from step 12" in again.out, again.err
+    more = [*common, "model.variants=[blocks64:75]", "run.steps=14", f"run.resume={back}"]
+    (grown,) = run(1, [*more, f"run.dir={tmp_path / 'grown'}"])
+    assert grown.code and "set it to blocks64:50" in grown.err, grown.err
+    assert "3 of 6 blocks that live in the checkpoint" in grown.err and "Traceback" not in grown.err
     refused = [*common, "run.steps=20", f"run.dir={tmp_path / 'sparse'}"]
     (other,) = run(1, refused)
     assert other.code == 2 and "model.variants" in other.err
