@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.arithmetic.layers import of_variants
-from phalanx.configs.schema import Config, RunConfig
+from phalanx.configs.schema import Config, ModelConfig, RunConfig
 from phalanx.extras.block_sparse.facts import Blocks
 from phalanx.extras.block_sparse.masks import BlockMasks, Matrix
 from phalanx.extras.block_sparse.schedule import Schedule, living_blocks
@@ -36,7 +36,7 @@ from phalanx.parallel.megatron.updated import Updated, parts, updated
 def install(cfg: Config, engine: Engine) -> list[Choice]:
     """Have an engine keep to the masks of its model; lines of the start page."""
     (facts,) = (v for v in of_variants(cfg.model) if isinstance(v, Blocks))
-    layers = MaskedTraining(facts, cfg.run, engine).layers
+    layers = MaskedTraining(facts, cfg.model, cfg.run, engine).layers
     living = f"{facts.living(cfg.model)} of {facts.blocks(cfg.model)} live in the end"
     skips = any(layer.skips for layer in layers)
     dead = "fused kernels in bf16 skip dead ones" if skips else "kernels multiply dead ones too"
@@ -87,8 +87,9 @@ class _Masked:
 class MaskedTraining:
     """The masks of all layers of this rank, in the steps of an engine."""
 
-    def __init__(self, facts: Blocks, run: RunConfig, engine: Engine) -> None:
-        self._facts, self._run = facts, run
+    def __init__(self, facts: Blocks, model: ModelConfig, run: RunConfig, engine: Engine) -> None:
+        self._facts, self._model, self._run = facts, model, run
+        self._loaded = 0  # living blocks of a matrix in a checkpoint, until masks have changed
         self._scheduler, self._began = engine.scheduler, 0
         self.layers = list(_masks(engine))
         owned: dict[int, list[tuple[Updated, Any]]] = {}
@@ -117,7 +118,9 @@ class MaskedTraining:
         """`Engine.step`, and the update of the masks that is due after it."""
         norm = self._update(*given, **named)
         schedule, step = self._schedule, self._done
-        if schedule.due(step):
+        late = step > schedule.last and self._loaded > self._facts.living(self._model)
+        if schedule.due(step) or late:
+            self._loaded = 0
             self.change(schedule.density(step), schedule.exchanged(step))
         return norm
 
@@ -125,7 +128,7 @@ class MaskedTraining:
         """`step` of the scheduler, which every step calls, also a skipped one, and a load."""
         self._next(increment)
         if any(layer.loaded for layer in self.layers):
-            self._check_number()
+            self._loaded = self._number_loaded()
             self._began = int(self.layers[0].began[0])
             if self._began < 0:  # the checkpoint was of a dense model
                 phases, steps = self._run.phases, self._scheduler.num_steps
@@ -135,17 +138,18 @@ class MaskedTraining:
                 layer.loaded = False
         self._announce()
 
-    def _check_number(self) -> None:
-        """Refuse masks of a checkpoint with fewer living blocks than are to live in the end."""
+    def _number_loaded(self) -> int:
+        """Living blocks of a matrix in a checkpoint, unless fewer than are to live in the end."""
         living_n = self.layers[0].living_fc1[0].flatten()
         living, blocks, name = int(living_n.sum()), living_n.numel(), self._facts.name
-        if living < living_blocks(blocks, self._facts.density):
+        if living < self._facts.living(self._model):
             fits = [n for n in range(1, 101) if living_blocks(blocks, n / 100) <= living]
             raise CheckpointMismatch(
                 f"model.variants has {name}:{self._facts.size}, which is more than the {living} of "
                 f"{blocks} blocks that live in the checkpoint, and their number never grows; "
                 f"set it to {name}:{min(fits, key=lambda n: abs(n * blocks - 100 * living))}"
             )
+        return living
 
     @torch.no_grad()
     def change(self, density: float, exchanged: float) -> None:

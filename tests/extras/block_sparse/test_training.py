@@ -132,6 +132,10 @@ def test_a_dense_checkpoint_begins_a_sparse_run_and_the_other_way_round(tmp_path
     given = [*common, "run.steps=14", f"run.dir={tmp_path / 'back'}", f"run.resume={back}"]
     (again,) = run(1, given)
     assert again.code == 0 and "resumed from step 12" in again.out, again.err
+    fewer = [*common, "model.variants=[blocks64:25]", "run.steps=14", f"run.resume={back}"]
+    (late,) = run(1, [*fewer, f"run.dir={tmp_path / 'late'}"], watched)
+    assert late.code == 0 and late.seen["wrong"] == [], late.err
+    assert [{int(n) for m in of for n in m.sum((1, 2))} for of in late.seen["masks"]] == [{2}] * 2
     more = [*common, "model.variants=[blocks64:75]", "run.steps=14", f"run.resume={back}"]
     (grown,) = run(1, [*more, f"run.dir={tmp_path / 'grown'}"])
     assert grown.code and "set it to blocks64:50" in grown.err, grown.err
