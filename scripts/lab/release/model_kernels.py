@@ -126,6 +126,8 @@ def _recording() -> Iterator[list[KernelKey]]:
             fake = singleton.find(path).fake_impl
             stack.enter_context(patch.object(fake, "kernels", [Kernel(compute, __file__)]))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        # Else a CPU stands in for CUDA where Megatron-Core ran in this process.
+        stack.enter_context(torch._C.DisableTorchFunction())
         yield found
 
 
