@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,12 +16,15 @@ from typing import Any, TextIO
 def read(path: Path) -> list[dict[str, Any]]:
     """Records of a metrics.jsonl by step, each step once (with its validation loss, if it has one).
 
-    Lines without a step (events, the summary) and half-written lines are left out.
+    Lines without a step (events, the summary) and half-written lines are left out. ValueError for a
+    step that is no whole number.
     """
     steps: dict[int, dict[str, Any]] = {}
     for _, record in _lines(path):
         if record is not None and "step" in record:
-            steps.setdefault(record["step"], {}).update(record)
+            if not isinstance(step := record["step"], int):
+                raise ValueError(f"{path} has a line of step {step!r}, no whole number: remove it")
+            steps.setdefault(step, {}).update(record)
     return [steps[step] for step in sorted(steps)]
 
 
@@ -48,11 +51,9 @@ def is_finite(value: Any) -> bool:
 
 def start_facts(path: Path) -> dict[str, Any]:
     """Facts of `title_facts` at the last start in a metrics.jsonl; empty if it has none."""
-    facts: dict[str, Any] = {}
-    for _, record in _lines(path):
-        if record is not None and record.get("event") == "start":
-            facts = {k: v for k, v in record.items() if k not in ("event", "at", "time", "seconds")}
-    return facts
+    starts = [record for _, record in _lines(path) if record and record.get("event") == "start"]
+    facts = starts[-1] if starts else {}
+    return {k: v for k, v in facts.items() if k not in ("event", "at", "time", "seconds")}
 
 
 class Journal:
@@ -118,16 +119,13 @@ class Journal:
         self._failed = True
 
 
-def _lines(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """(line, record) of a jsonl; None for a line that is incomplete after a kill."""
-    lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        record = None
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(text)
-        except (ValueError, RecursionError):
-            record = None
-        lines.append((text, record if isinstance(record, dict) else None))
-    return lines
+        yield text, record if isinstance(record, dict) else None
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -120,7 +120,11 @@ def _logged(path: Path) -> tuple[str, Curve]:
     resolved = path.resolve()
     name = resolved.parent if path.stem == "metrics" else resolved.with_suffix("")
     facts = start_facts(path)
-    tokens = {r["step"]: r["tokens"] for r in records if r["step"] in losses and "tokens" in r}
+    tokens = {
+        r["step"]: r["tokens"]
+        for r in records
+        if r["step"] in losses and is_finite(r.get("tokens"))
+    }
     if len(tokens) < len(losses):
         tokens = _tokens(losses, facts)
     return str(name), Curve(losses, facts, tokens, lost)

@@ -131,6 +131,25 @@ def test_a_part_without_a_loss_of_a_run_is_a_dash(tmp_path: Path, capsys) -> Non
     ]
 
 
+@pytest.mark.parametrize("odd", ['"two"', "2.5", "[2]", "null"])
+def test_a_step_that_is_no_whole_number_is_one_line(odd: str, tmp_path: Path, capsys) -> None:
+    run = _run(tmp_path / "run", [3.0, 2.0])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {odd}, "loss": 1.0}}\n')
+    assert plot_losses.main([str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"plot_losses: {run / 'metrics.jsonl'} has a line of step ")
+    assert line.endswith("no whole number: remove it")
+
+
+def test_tokens_that_are_text_are_counted_by_the_batch(tmp_path: Path, capsys) -> None:
+    one, two = (_run(tmp_path / name, [3.0, 2.0], batch=1) for name in ("one", "two"))
+    with (two / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "tokens": "few"}\n{"step": 2, "tokens": "many"}\n')
+    assert plot_losses.main([str(one), str(two), "--plot", str(tmp_path / "p.png")]) == 0
+    assert "+0.0000" in capsys.readouterr().out
+
+
 def test_long_names_have_numbers_in_the_table(tmp_path: Path, capsys, figures: list[Any]) -> None:
     names = ["precision=bf16 kernels=torch run.graph=off " + end for end in "ab"]
     curves = {name: plot_losses.Curve({1: 2.0, 2: 1.0}, {}, {}) for name in names}
