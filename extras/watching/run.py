@@ -114,8 +114,13 @@ class Run:
         pace, wait = self._pace()
         left = None if planned is None else max(0, planned - step)
         eta = left * pace if left and pace else None
+        following = self._following(phases, left) if self._ended else None
         phase = "running"
-        if self._ended:
+        if following is not None:
+            phases = [*(each for each in phases if each != following), following]
+            wait = _START_WAIT
+            phase = "overdue" if age is not None and age > wait else "starting"
+        elif self._ended:
             phase = "ended" if left is None or not left else "stopped"
         elif not self._version:
             phase = "not begun"
@@ -131,6 +136,16 @@ class Run:
             **{"goodput": goodput(self._seconds), "newest": table.newest()},
             "tokens": next((n for n in reversed(table.tokens) if n == n), None),
         }
+
+    def _following(self, phases: list[str], left: int | None) -> str | None:
+        """The phase that begins by itself after the launch that has ended; None if none does.
+
+        It is written to config.yaml before its first line is to metrics.jsonl.
+        """
+        after = self._facts.get("phases_after")
+        if not isinstance(after, list) or not after:
+            return None
+        return str(after[0]) if left == 0 or phases[-1:] == after[:1] else None
 
     def _pace(self) -> tuple[float | None, float]:
         """Seconds a step of the newest records, and those without a record that are too long."""

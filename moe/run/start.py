@@ -111,11 +111,13 @@ def make_trainer(
         if not runtime.is_main:
             return
         metrics.text(describe(job, resumed, data.loader, valid_set))
-        metrics.start(facts | {"start_parts": startup_times()})
-        phases = [f"phase {each.name} from step {each.first + 1} on" for each in cfg.run.phases]
-        for line in (*phases[-1:], slow_start(), progress.lr_change, faults.summary()):
-            if line:
-                metrics.event(line)
+        phases = launch.phases[-1].run.phases if launch is not None else []
+        after = [each.name for each in phases[len(cfg.run.phases) :]]
+        metrics.start(facts | {"start_parts": startup_times(), "phases_after": after})
+        begun = [f"phase {each.name} from step {each.first + 1} on" for each in cfg.run.phases]
+        lines = (*begun[-1:], slow_start(), progress.lr_change, faults.summary())
+        for line in filter(None, lines):
+            metrics.event(line)
 
     window = cfg.run.profile if runtime.is_main else []
     return Trainer(

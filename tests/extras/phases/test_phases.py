@@ -98,6 +98,13 @@ def test_the_learning_rate_of_each_phase(command: list[str], tmp_path: Path) -> 
     assert rates[8:] == pytest.approx([5e-3 * (8 - n) / 6 for n in (5, 6, 7, 8)])
 
 
+def test_each_start_names_the_phases_that_follow(command: list[str], tmp_path: Path) -> None:
+    """`scripts/watch.py` tells the end of a phase from that of the run by these."""
+    whole(1, [*command, f"run.dir={tmp_path}"])
+    starts = [r for r in lines(tmp_path / "run/metrics.jsonl") if r.get("event") == "start"]
+    assert [r["phases_after"] for r in starts] == [["long", "anneal"], ["anneal"], []]
+
+
 def test_checkpoints_know_their_phase(command: list[str], tmp_path: Path) -> None:
     whole(1, [*command, f"run.dir={tmp_path}", "run.keep_last=1"])
     found = [configuration(step_of(tmp_path / "run", step)).config for step in (4, 8, 12)]

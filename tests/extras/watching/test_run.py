@@ -232,6 +232,29 @@ def test_the_end_is_foreseen_and_silence_is_noticed(tmp_path: Path) -> None:
     assert state["phase"] == "ended" and state["phases"] == ["short", "long"]
 
 
+def test_the_next_phase_starts_where_one_has_ended(tmp_path: Path) -> None:
+    plan(tmp_path, 50, "short")
+    begun = FACTS | {"phases_after": ["long", "anneal"]}
+    end = {"event": "summary", "at": 50, "time": time.time() - 100}
+    run = Run(write(tmp_path, [begun, *live(range(1, 51), ago=100), end]))
+    state = run.look()["state"]
+    assert state["phase"] == "starting" and state["phases"] == ["short", "long"]
+    assert state["age"] < state["wait"] and state["eta"] is None  # a start may take that long
+    plan(tmp_path, 80, "short", "long")  # of the next launch, whose first line follows
+    state = run.look()["state"]
+    assert state["phase"] == "starting" and state["phases"] == ["short", "long"]
+    write(tmp_path, [begun | {"at": 50, "phases_after": ["anneal"]}, *live(range(51, 53))])
+    assert run.look()["state"]["phase"] == "running"
+    write(tmp_path, [{"event": "summary", "at": 52, "time": time.time()}])
+    assert run.look()["state"]["phase"] == "stopped"  # by a signal
+    plan(tmp_path, 52, "short", "long")
+    assert run.look()["state"]["phases"] == ["short", "long", "anneal"]
+    write(tmp_path, [begun | {"phases_after": []}, end | {"at": 52}])
+    assert run.look()["state"]["phase"] == "ended"
+    write(tmp_path, [begun, *live(range(1, 53), ago=1e4), end | {"time": time.time() - 1e4}], "w")
+    assert run.look()["state"]["phase"] == "overdue"
+
+
 def test_events_have_kinds_and_a_killed_launch_is_told(tmp_path: Path) -> None:
     texts = {
         "phase 4k from step 1 on": "phase",
