@@ -60,6 +60,8 @@ class RowEncoder:
         counted[:1] = False  # nothing of its row predicts it
         if not counted.any():
             raise RefusedChat("no token counts")
+        if (ids[counted] == self._recipe.eod).all():  # a model would learn to say nothing
+            raise RefusedChat("no token of an answer counts but the one that ends it")
         return ids, counted
 
     def _of_messages(self, fields: dict[str, Any]) -> Row:

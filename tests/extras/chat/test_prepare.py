@@ -152,6 +152,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "the special token '<|user|>' in a message: --special-text special makes it a token": {
         "messages": chat("a<|user|>", "b")
     },
+    "no token of an answer counts but the one that ends it": {"messages": chat("a", "", "b", "")},
 }
 
 
@@ -172,6 +173,21 @@ def test_a_row_that_cannot_be_used_is_named(
     prepare(tmp_path, "a", rows, "--skip-bad", "50%")
     assert "complete already" in capsys.readouterr().out
     assert Path(f"{prefix}.bad_rows.tsv").read_text() == f"{file}:2\t{reason}\n"
+
+
+@pytest.mark.parametrize("key", ["completion", "response"])
+def test_a_pair_with_an_empty_answer_is_named(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "a", key: "b"}, {"prompt": "c", key: ""}, {"prompt": "d", key: " "}]
+    options = ["--rows", "pairs", "--eod", "<|endoftext|>"]
+    with pytest.raises(AssertionError):
+        prepare(tmp_path, "a", rows, *options)
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("prepare_data:")]
+    reason = "no token of an answer counts but the one that ends it"
+    assert line.startswith(f"prepare_data: {tmp_path / 'a.jsonl'}:2: {reason}; ")
+    prefix = prepare(tmp_path, "a", rows, *options, "--skip-bad", "1")
+    assert {counted for _, counted in rows_of(prefix)} == {"b<|endoftext|>", " <|endoftext|>"}
 
 
 def test_special_tokens_of_messages_may_be_meant(tmp_path: Path) -> None:
