@@ -297,7 +297,7 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
             known = saved_config.configuration(path)
             config, begins = redacted(asdict(cfg)), start.begins
             compare(known.config, config, known.samples, step=known.step, begins=begins)
-            check_goes_on(known.config.get("data", {}), config["data"])
+            check_goes_on(known.data, config["data"])
     except run_start.OtherPhase:
         pass  # of a run that is checked as a whole
     except Invalid:

@@ -158,15 +158,15 @@ class Compared(NamedTuple):
     config: dict[str, Any]  # of weights alone only that of the model
     samples: int  # samples of the data that the checkpoint has passed
     step: int  # steps that it has done
+    data: dict[str, Any]  # section of the configuration, of averaged weights too
 
 
 def compared(common: dict[str, Any]) -> Compared:
     """Facts with which a run has to agree, from what all ranks share of a checkpoint."""
     config = dict(common["config"])
-    if common.get("weights_only"):
-        config = {name: section for name, section in config.items() if name == "model"}
+    kept = {"model": config["model"]} if common.get("weights_only") else config
     samples = int(common.get("data", {}).get("consumed_samples", 0))
-    return Compared(config, samples, int(common.get("step", 0)))
+    return Compared(kept, samples, int(common.get("step", 0)), config.get("data", {}))
 
 
 def configuration(folder: Place) -> Compared:

@@ -15,7 +15,7 @@ from phalanx.moe.data.blend import fill, shown
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import Sidecar
 from phalanx.parallel.checkpoint import saved_config
-from phalanx.scripts import convert_hf, evaluate, prepare_data, sample
+from phalanx.scripts import checkpoint, convert_hf, evaluate, prepare_data, sample
 from tests.support.runs import SMALL, run, text, write_corpus
 from tests.support.tiny_runs import command
 
@@ -140,6 +140,12 @@ def test_a_model_goes_on_with_the_ids_that_it_knows(
         (line,) = errors(other, *starts)
         assert line.startswith(f"error: the data (data.blend) has the tokenizer {other}.")
         assert before in line
+    averaged = tmp_path / "averaged"
+    assert checkpoint.main(["average", str(tmp_path / "run"), "--out", str(averaged)]) == 0
+    starts = ["run.name=new", f"run.resume={averaged}"]
+    assert errors(corpus, *starts) == errors(more, *starts) == []
+    (line,) = errors(other, *starts)
+    assert before in line
     of_bytes = ["data.source=embedded", "data.blend=[]", "model.vocab_size=384"]
     (line,) = errors(corpus, "run.name=new", resume, *of_bytes)
     assert line.startswith("error: the data (data.blend) has the tokenizer bytes, ")

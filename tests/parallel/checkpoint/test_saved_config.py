@@ -173,7 +173,7 @@ def sealed(folder: Path) -> None:
 def test_a_crafted_one_of_plain_data_is_read(tmp_path: Path) -> None:
     plain = [{"common": {"config": {"model": {"layers": 2}}}}]
     folder = crafted(tmp_path / "new", describe=described(), plain=plain)
-    assert saved_config.configuration(folder) == ({"model": {"layers": 2}}, 0, 0)
+    assert saved_config.configuration(folder) == ({"model": {"layers": 2}}, 0, 0, {})
 
 
 def test_a_hugging_face_folder_is_told_how_to_become_a_checkpoint(
