@@ -12,7 +12,8 @@ and some is left out; the number of epochs stays right.
 The state of a checkpoint has, under `carried`, `first` (sample of the run at which this began),
 `tokens` (of the run, less those that cursor and length of sequences give), `rows` (first row of
 each source, in the order of the blend) and `gone` (tokens read of other sources, by path). Under
-`sources` it has documents and tokens of each, by which files that were written anew are noticed.
+`sources` it has documents and tokens of each, and the stamp of its files (none in a checkpoint of
+an older version), by which files that were written anew are noticed.
 Legend: S tokens of a sequence.
 """
 
@@ -68,14 +69,19 @@ def carried(state: State, cfg: Config, dataset: Samples) -> State:
 
 
 def _rewritten(state: State, sources: Sequence[Source]) -> Iterator[str]:
-    """Lines on sources whose files are others than those of the checkpoint, by their sizes."""
-    for source, before in zip(sources, state.get("sources", ()), strict=False):
-        if [source.documents, source.tokens] != before:
-            yield (
-                f"{source.name} has {_sized(source.documents, source.tokens)}, and had "
-                f"{_sized(*before)} when the checkpoint was written: its samples are others from "
-                "here on, and some of its text comes again"
-            )
+    """Lines on sources whose files are others than those of the checkpoint."""
+    for source, (documents, tokens, *stamp) in zip(sources, state.get("sources", ()), strict=False):
+        before, has = _sized(documents, tokens), _sized(source.documents, source.tokens)
+        if has != before:
+            said = f"has {has}, and had {before}"
+        elif stamp and stamp != [source.stamp]:
+            said = f"has {has} as before, and other contents than it had"
+        else:
+            continue
+        yield (
+            f"{source.name} {said} when the checkpoint was written: its samples are others from "
+            "here on, and some of its text comes again"
+        )
 
 
 def _sized(documents: int, tokens: int) -> str:

@@ -196,6 +196,7 @@ def _source(
         samples=samples,
         bytes_per_token=_bytes_per_token(corpus, part),
         labels=sidecar.labels / sidecar.tokens if sidecar and sidecar.labels else 1.0,
+        stamp=corpus.stamp,
     )
 
 
@@ -212,8 +213,7 @@ def _bytes_per_token(corpus: Corpus, part: SplitPart) -> float | None:
 def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:
     """Training and validation rows. Raises DataError if data.cache cannot hold the index."""
     if checked.held_out is not None:
-        training = replace(checked, held_out=None)
-        plans = (training, sizes[0]), (checked.held_out, sizes[1])
+        plans = (replace(checked, held_out=None), sizes[0]), (checked.held_out, sizes[1])
         return [build(each, vocab_size, (size, 0))[0] for each, size in plans]
     built = _Builder(_Endless, [*sizes, 0], lambda: True, checked.config).build()
     views = []

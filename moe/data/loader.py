@@ -98,8 +98,7 @@ class Synthetic:
     def __init__(self, vocab_size: int, cfg: DataConfig, samples: int, part: int) -> None:
         self._vocab, self._row = vocab_size, cfg.sequence_length + 1
         self._samples, self._seed = samples, (cfg.seed, part)
-        content = ["synthetic", vocab_size, cfg.sequence_length, *self._seed]
-        self.fingerprint = digest(content)
+        self.fingerprint = digest(["synthetic", vocab_size, cfg.sequence_length, *self._seed])
 
     def __len__(self) -> int:
         return self._samples

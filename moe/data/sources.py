@@ -20,6 +20,7 @@ class Source:
     bytes_per_token: float | None
     """UTF-8 bytes of text over tokens, end tokens included; None if not known."""
     labels: float = 1.0  # fraction of the tokens that count by a loss mask; 1 without one
+    stamp: str = ""  # digest of samples of its files, as `Corpus` has it
 
     @property
     def epochs(self) -> float:

@@ -170,9 +170,9 @@ class TrainingData:
         self.carried: dict[str, Any] = {}  # positions of sources since the run reads other samples
 
     @property
-    def sizes(self) -> list[list[int]]:
-        """Documents and tokens of the training part of each source."""
-        return [[source.documents, source.tokens] for source in self.loader.dataset.sources]
+    def contents(self) -> list[list[int | str]]:
+        """Documents and tokens of the training part of each source, and the stamp of its files."""
+        return [[each.documents, each.tokens, each.stamp] for each in self.loader.dataset.sources]
 
     def fit(self, step: int) -> None:
         """Fit the dataset to all steps after `step`, if the cursor was moved."""
@@ -224,7 +224,7 @@ class Progress:
             "config": redacted(asdict(self._cfg)),
             "step": self.step,
             "data": self._data.loader.state_dict(),
-            "sources": self._data.sizes,
+            "sources": self._data.contents,
             "carried": self._data.carried,
             "skipped_samples": self.skipped_samples,
             "health": self.health.state_dict(),
@@ -280,9 +280,9 @@ class Progress:
         engine, config = self._job.engine, redacted(asdict(self._cfg))
         parts, begins = (engine.optimizer, engine.scheduler), path == self._begins
         state = self.checkpoints.load(path, engine.chunks, *parts, config, begins=begins)
-        old, new, sizes = state["config"].get("data", {}), config["data"], self._data.sizes
+        old, new, sources = state["config"].get("data", {}), config["data"], self._data.contents
         others = any(old.get(knob, new[knob]) != new[knob] for knob in _ROWS)
-        if others or state.get("sources", sizes) != sizes:
+        if others or state.get("sources", sources) != sources:
             state = resolve_name(PHASES["carried"])(state, self._cfg, self._data.loader.dataset)
         self.step, self._data.carried = state["step"], state.get("carried", {})
         if self._cfg.run.phases:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.extras.phases.positions import _rewritten
+from phalanx.moe.data.sources import Source
 from phalanx.moe.hf.pieces import PieceReader
 from phalanx.parallel.checkpoint import start
 from phalanx.scripts import checkpoint
@@ -125,6 +127,32 @@ def test_a_source_that_was_written_anew_is_told(command: list[str], tmp_path: Pa
     assert line.startswith(f"-- warning: data: b has {now}, and had {before} when the checkpoint")
     (main,) = run(1, [*args, "run.steps=4"])
     assert main.code == 0 and "warning: data" not in main.out, main.err
+
+
+def test_other_contents_of_the_same_size_are_told(command: list[str], tmp_path: Path) -> None:
+    pieces = [list(p) for p in text()]
+    a, b = (write_corpus(tmp_path / name, pieces) for name in "ab")
+    args = [*command, f"run.dir={tmp_path}", blend("1", a, "1", b), "data.split=1"]
+    assert run(1, [*args, "run.steps=1"])[0].code == 0
+    write_corpus(tmp_path / "b", pieces[::-1])
+    (main,) = run(1, [*args, "run.steps=2"])
+    assert main.code == 0, main.err
+    (line,) = [line for line in main.out.splitlines() if line.startswith("-- warning: data")]
+    size = f"{sum(map(len, pieces)):,} tokens in {len(pieces)} documents"
+    assert line.startswith(
+        f"-- warning: data: b has {size} as before, and other contents than it had when the "
+    )
+    (main,) = run(1, [*args, "run.steps=3"])
+    assert main.code == 0 and "warning: data" not in main.out, main.err
+
+
+def test_a_checkpoint_without_stamps_tells_sizes_alone() -> None:
+    source = Source("wiki", 1.0, 10, 100, 9, 6.0, 4.0, stamp="f00d")
+    told = {
+        tuple(before): [*_rewritten({"sources": [before]}, [source])]
+        for before in ([10, 100], [10, 101], [10, 100, "f00d"], [10, 100, "beef"])
+    }
+    assert [len(lines) for lines in told.values()] == [0, 1, 0, 1]
 
 
 def test_a_rollback_goes_back_to_before_the_change(

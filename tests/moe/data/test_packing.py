@@ -80,7 +80,7 @@ def test_documents_of_several_sequences_are_whole(tmp_path: Path) -> None:
     for rows, alone, held in ((train, others[0], 30), (valid, others[1], 10)):
         (source,) = rows.sources
         assert (source.documents, source.tokens) == (held, 15 * held)
-        assert source == replace(alone.sources[0], name="many")
+        assert source == replace(alone.sources[0], name="many", stamp=source.stamp)
         for i in range(len(rows)):
             assert np.array_equal(rows[i], alone[i])
             assert rows.positions(i).tolist() == expected(rows[i])
