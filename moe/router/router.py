@@ -37,10 +37,10 @@ from phalanx.moe.router.logits import gate, loss_scores
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
     """Raise ValueError, naming the override, for routing that is impossible or would not learn."""
     at = "model.moe.router"
-    if options.score not in ("softmax", "sigmoid"):
-        raise ValueError(f"unknown {at}.score={options.score}: set it to softmax or sigmoid")
-    if options.softmax_over not in ("all", "topk"):
-        raise ValueError(f"unknown {at}.softmax_over={options.softmax_over}: set it to all or topk")
+    known = {"score": ("softmax", "sigmoid"), "softmax_over": ("all", "topk")}
+    for name, modes in (known | {"rounding": token_rounding.MODES}).items():
+        if (value := getattr(options, name)) not in modes:
+            raise ValueError(f"unknown {at}.{name}={value}: set it to one of {', '.join(modes)}")
     if not 1 <= top_k <= experts:
         raise ValueError(f"model.moe.top_k={top_k} must be between 1 and the {experts} experts")
     if options.score == "softmax" and options.softmax_over == "topk" and top_k == 1:

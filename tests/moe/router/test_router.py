@@ -202,8 +202,8 @@ def _bad(router: dict[str, Any], top_k: int, match: str) -> None:
 @pytest.mark.parametrize(
     ("router", "top_k", "match"),
     [
-        ({"score": "tanh"}, 2, r"router\.score=tanh: set it to softmax or sigmoid"),
-        ({"softmax_over": "some"}, 2, r"router\.softmax_over=some: set it to all or topk"),
+        ({"score": "tanh"}, 2, r"router\.score=tanh: set it to one of softmax, sigmoid"),
+        ({"softmax_over": "some"}, 2, r"router\.softmax_over=some: set it to one of all, topk"),
         ({}, EXPERTS + 1, r"top_k=9 must be between 1 and the 8 experts"),
         ({"softmax_over": "topk"}, 1, r"set model\.moe\.router\.softmax_over=all"),
         ({"bias_rate": 1e-3}, 2, r"needs model\.moe\.router\.score=sigmoid"),

@@ -158,6 +158,16 @@ def test_counts_that_fit_leave_the_choice_alone(mode: str) -> None:
     run_distributed(_fits, 1, mode)
 
 
+def _unknown() -> None:
+    install()
+    with pytest.raises(ValueError, match="rounding=stochastic: set it to one of none, nearest"):
+        build_router({"rounding": "stochastic"})
+
+
+def test_an_unknown_rounding_is_refused() -> None:
+    run_distributed(_unknown, 1)
+
+
 # --- in a layer -----------------------------------------------------------------------------------
 
 
