@@ -164,7 +164,8 @@ class Compared(NamedTuple):
 def compared(common: dict[str, Any]) -> Compared:
     """Facts with which a run has to agree, from what all ranks share of a checkpoint."""
     config = dict(common["config"])
-    kept = {"model": config["model"]} if common.get("weights_only") else config
+    names = config.keys() & {"model"} if common.get("weights_only") else config
+    kept = {name: config[name] for name in names}
     samples = int(common.get("data", {}).get("consumed_samples", 0))
     return Compared(kept, samples, int(common.get("step", 0)), config.get("data", {}))
 
