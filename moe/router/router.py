@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from phalanx.configs.bounds import choices
 from phalanx.configs.schema import RouterConfig
 from phalanx.configs.tables.backends import expert_backend
 from phalanx.kernels.routing.balance import (
@@ -36,33 +37,33 @@ from phalanx.moe.router.logits import gate, loss_scores
 
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
     """Raise ValueError, naming the override, for routing that is impossible or would not learn."""
-    at = "model.moe.router"
-    known = {"score": ("softmax", "sigmoid"), "softmax_over": ("all", "topk")}
-    for name, modes in (known | {"rounding": token_rounding.MODES}).items():
-        if (value := getattr(options, name)) not in modes:
+    at, o, known = "model.moe.router", options, choices()
+    for name in ("score", "softmax_over", "rounding"):
+        if (value := getattr(o, name)) not in (modes := known[f"{at}.{name}"]):
             raise ValueError(f"unknown {at}.{name}={value}: set it to one of {', '.join(modes)}")
     if not 1 <= top_k <= experts:
         raise ValueError(f"model.moe.top_k={top_k} must be between 1 and the {experts} experts")
-    if options.score == "softmax" and options.softmax_over == "topk" and top_k == 1:
+    if o.score == "softmax" and o.softmax_over == "topk" and top_k == 1:
         raise ValueError(
             f"{at}.softmax_over=topk with model.moe.top_k=1 makes every probability 1, "
             f"which has no gradient: set {at}.softmax_over=all"
         )
-    if options.bias_rate and options.score != "sigmoid":
-        raise ValueError(
-            f"{at}.bias_rate={options.bias_rate} needs {at}.score=sigmoid, not {options.score}"
-        )
-    if experts % options.groups:
-        raise ValueError(f"{at}.groups={options.groups} does not divide the {experts} experts")
-    if not 1 <= options.group_topk <= options.groups:
-        raise ValueError(
-            f"{at}.group_topk={options.group_topk} must be 1 to {at}.groups={options.groups}"
-        )
-    reachable = options.group_topk * (experts // options.groups)
+    if o.bias_rate and o.score != "sigmoid":
+        raise ValueError(f"{at}.bias_rate={o.bias_rate} needs {at}.score=sigmoid, not {o.score}")
+    if experts % o.groups:
+        raise ValueError(f"{at}.groups={o.groups} does not divide the {experts} experts")
+    if o.rounding_tile < 1:
+        raise ValueError(f"{at}.rounding_tile={o.rounding_tile} must be at least 1")
+    if o.rounding != "none" and fused_topk.forces_choice(o):
+        knob = "force_balance" if o.force_balance else "replay"
+        raise ValueError(f"{at}.{knob} chooses experts itself: set {at}.rounding=none")
+    if not 1 <= o.group_topk <= o.groups:
+        raise ValueError(f"{at}.group_topk={o.group_topk} must be 1 to {at}.groups={o.groups}")
+    reachable = o.group_topk * (experts // o.groups)
     if top_k > reachable:
         raise ValueError(
-            f"model.moe.top_k={top_k} experts cannot come from {options.group_topk} of "
-            f"{options.groups} groups with {reachable} experts in all: raise {at}.group_topk"
+            f"model.moe.top_k={top_k} experts cannot come from {o.group_topk} of "
+            f"{o.groups} groups with {reachable} experts in all: raise {at}.group_topk"
         )
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from phalanx.configs.schema import RouterConfig
 from phalanx.parallel.dispatcher.base import TokenChoices
 
-MODES = ("none", "nearest", "up", "down")
-
 
 def candidates(mode: str, top_k: int, reachable: int) -> int:
     """Number of candidate experts of a token, C, out of `reachable`."""

@@ -164,8 +164,7 @@ class Compared(NamedTuple):
 def compared(common: dict[str, Any]) -> Compared:
     """Facts with which a run has to agree, from what all ranks share of a checkpoint."""
     config = dict(common["config"])
-    names = config.keys() & {"model"} if common.get("weights_only") else config
-    kept = {name: config[name] for name in names}
+    kept = {k: v for k, v in config.items() if k == "model" or not common.get("weights_only")}
     samples = int(common.get("data", {}).get("consumed_samples", 0))
     return Compared(kept, samples, int(common.get("step", 0)), config.get("data", {}))
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.numpy import save_file
 
 from phalanx.configs.load import load
-from phalanx.configs.schema import ModelConfig
+from phalanx.configs.schema import ModelConfig, RouterConfig
 from phalanx.moe.router.recording import (
     FORMAT,
     Ids,
@@ -145,6 +146,14 @@ def test_megatron_cores_router_takes_them_too(tmp_path: Path) -> None:
     ids, path = chosen(1), tmp_path / "routing"
     write(path, ids, model="tiny", experts=EXPERTS, step=7)
     run_distributed(_stock, 1, str(path), ids["layer.1"])
+
+
+def test_a_rounded_choice_cannot_be_replayed() -> None:
+    from phalanx.moe.router.router import check
+
+    o: Any = dict(replay="a", rounding="up")
+    with pytest.raises(ValueError, match=r"replay chooses experts itself: set .*rounding=none"):
+        check(RouterConfig(**o), experts=8, top_k=2)
 
 
 @pytest.mark.parametrize(

@@ -158,14 +158,19 @@ def test_counts_that_fit_leave_the_choice_alone(mode: str) -> None:
     run_distributed(_fits, 1, mode)
 
 
-def _unknown() -> None:
+def _refusals() -> None:
     install()
-    with pytest.raises(ValueError, match="rounding=stochastic: set it to one of none, nearest"):
-        build_router({"rounding": "stochastic"})
+    for router, message in (
+        ({"rounding": "stochastic"}, "rounding=stochastic: set it to one of none, nearest"),
+        ({"rounding": "up", "rounding_tile": 0}, "rounding_tile=0 must be at least 1"),
+        ({"rounding": "up", "force_balance": True}, "set model.moe.router.rounding=none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_router(router)
 
 
-def test_an_unknown_rounding_is_refused() -> None:
-    run_distributed(_unknown, 1)
+def test_what_cannot_be_is_refused() -> None:
+    run_distributed(_refusals, 1)
 
 
 # --- in a layer -----------------------------------------------------------------------------------
