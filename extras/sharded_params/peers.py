@@ -42,9 +42,9 @@ class Peers:
         """A tensor [size] of each rank, this one's among them. Collective over the group."""
         memory = PeerMemory(self._group, size * dtype.itemsize)
         self._mapped.append(memory)
-        handle, own = memory.handle, memory.memory.view(dtype)
-        others = (handle.get_buffer(r, (size,), dtype) for r in range(self._ranks))
-        return [own if r == self._rank else other for r, other in enumerate(others)]
+        shards = [memory.handle.get_buffer(r, (size,), dtype) for r in range(self._ranks)]
+        shards[self._rank] = memory.memory.view(dtype)
+        return shards
 
     def meet(self) -> None:
         """Have the current stream wait for those of all ranks."""

@@ -120,7 +120,7 @@ class Ring:
         self._crossing: list[Any] = []
         nccl = dist.get_backend(group) == "nccl"
         self._sums = torch.cuda.Stream() if nccl else None
-        self._is_summing = False  # since the last `finish`
+        self._summing: Any = None  # that stream, if it has had work since the last `finish`
         # Gathers of gloo (PyTorch 2.11) at the same time corrupt each other.
         self._waits = dist.get_backend(group) == "gloo"
 
@@ -197,7 +197,7 @@ class Ring:
         """The stream of sums, which waits for the current one. Its memory is its own."""
         if self._sums is None:
             return nullcontext()
-        self._is_summing = True
+        self._summing = self._sums
         self._sums.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._sums)
 
@@ -208,9 +208,9 @@ class Ring:
             self._summed(i)
         if self._peers is not None:
             self._peers.meet()  # none of them reads the weights, which may change
-        if self._sums is not None and self._is_summing:
-            torch.cuda.current_stream().wait_stream(self._sums)
-        self._is_summing = False
+        if (sums := self._summing) is not None:
+            torch.cuda.current_stream().wait_stream(sums)
+        self._summing = None
         for unit in self.units:
             self._joined(unit)
             if not unit.fresh and not unit.crossed:
@@ -234,7 +234,7 @@ class Ring:
                 self._joined(unit)
 
     def abandon(self) -> None:
-        self._held, self._crossing, self._is_summing = [None] * PLACES, [], False
+        self._held, self._crossing, self._summing = [None] * PLACES, [], None
         self._arriving, self._leaving = [None] * PLACES, [None] * PLACES
         for unit in self.units:
             unit.joining = None
