@@ -111,9 +111,9 @@ class Plan:
 
 def final_bits(run: Path) -> float:
     """Held-out bits per byte at the end of a run; infinite if it has none, or was cut short."""
-    path, key = run / "metrics.jsonl", "valid_bits_per_byte"
-    bits = [r[key] for r in read(path) if is_finite(r.get(key))]
-    return float(bits[-1]) if bits and any(map(_is_end, lines(path))) else float("inf")
+    key, records = "valid_bits_per_byte", lines(run / "metrics.jsonl")
+    bits = [r[key] for r in records if is_finite(r.get(key))]
+    return float(bits[-1]) if bits and any(map(_is_end, records)) else float("inf")
 
 
 def _read_list(path: Path) -> dict[str, Any]:
