@@ -15,7 +15,7 @@ from phalanx.configs.arithmetic import batch_sizes
 from phalanx.configs.arithmetic.accounting import core_layers
 from phalanx.configs.arithmetic.batch_sizes import in_steps, samples_after
 from phalanx.configs.arithmetic.data_stages import is_number, stage_problems
-from phalanx.configs.arithmetic.layers import has_experts, mixer_layers, mixer_of
+from phalanx.configs.arithmetic.layers import candidates, has_experts, mixer_layers, mixer_of
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, is_fp8, precision_problems, quantizes
 from phalanx.configs.inject import inject_problems
@@ -272,7 +272,7 @@ def _router(cfg: Config) -> Iterator[str]:
     if r.replay and r.force_balance:
         yield repair(cfg, f"{at}.force_balance", "is not possible with replay", False)
     backend, d, p = cfg.kernels.backend, cfg.data, cfg.parallel
-    most = m.top_k if r.rounding == "down" else min(2 * m.top_k, in_reach)
+    most = candidates(r.rounding, m.top_k, in_reach)
     rows = d.micro_batch * d.sequence_length * most // (p.context * p.tensor * m.experts)
     few = f"{rows} tokens to give to each expert, fewer than rounding_tile={r.rounding_tile}"
     for what, wrong in (

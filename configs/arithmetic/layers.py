@@ -15,6 +15,11 @@ from phalanx.configs.tables.capabilities import VARIANTS
 from phalanx.configs.tables.layers import MIXERS
 
 
+def candidates(mode: str, top_k: int, reachable: int) -> int:
+    """Number of candidate experts of a token, out of `reachable`, with token rounding."""
+    return top_k if mode == "down" else min(2 * top_k, reachable)
+
+
 def has_experts(m: ModelConfig) -> bool:
     """Return whether a model has routed experts; one without is a dense model."""
     return m.moe.experts > 0

@@ -11,13 +11,9 @@ Legend: T tokens of this rank, E experts, K experts per token, C candidate exper
 import torch
 from torch import Tensor
 
+from phalanx.configs.arithmetic.layers import candidates
 from phalanx.configs.schema import RouterConfig
 from phalanx.parallel.dispatcher.base import TokenChoices
-
-
-def candidates(mode: str, top_k: int, reachable: int) -> int:
-    """Number of candidate experts of a token, C, out of `reachable`."""
-    return top_k if mode == "down" else min(2 * top_k, reachable)
 
 
 def surplus(mode: str, tile: int) -> int:
