@@ -5,7 +5,6 @@ is told of them. Embedding, output layer, norms and other vectors stay as with t
 optimizer: whole on every rank, in Megatron-Core's own buffers.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -61,9 +60,7 @@ class ShardedSetup(adam.Setup):
         self._layers: list[tuple[nn.Module, list[Unit]]] = []
 
     def _make(self, group: Any) -> Ring:
-        # For trials: no GPU has run this yet (`scripts/lab/two_gpus/sharded_params.sh peers`).
-        tried = os.environ.get("PHALANX_PEERS") == "1"
-        return Ring(group, peers=Peers(group) if tried and reachable(group) else None)
+        return Ring(group, peers=Peers(group) if reachable(group) else None)
 
     def mark(self, chunk: nn.Module) -> None:
         for layer in chunk.modules():

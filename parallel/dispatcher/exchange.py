@@ -80,6 +80,13 @@ class SymmOptions(ExchangeOptions):
     keep: bool = False  # save received tokens for the backward pass, or resend them
 
 
+def reaches_peers() -> bool:
+    """Whether this rank's GPU can read and write the memory of all others of its host."""
+    device = torch.cuda.current_device()
+    others = (d for d in range(torch.cuda.device_count()) if d != device)
+    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
+
+
 class PeerMemory:
     """Memory of this rank, on one node, that the other ranks of its group can read and write.
 

@@ -28,7 +28,7 @@ from phalanx.kernels.availability import CUTLASS_DSL
 from phalanx.kernels.limits import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatcher.costs import NOTHING, GroupTopology, TransportCosts
-from phalanx.parallel.dispatcher.exchange import exchange_of
+from phalanx.parallel.dispatcher.exchange import exchange_of, reaches_peers
 from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
 from phalanx.parallel.dispatcher.overlap import ExpertOverlap
 from phalanx.parallel.dispatcher.transfers import (
@@ -83,9 +83,7 @@ class Symm(Dispatcher):
             return refusal
         if not libraries.installed() and find_spec("nvidia_cutlass_dsl") is None:
             return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
-        device = torch.cuda.current_device()
-        peers = (d for d in range(torch.cuda.device_count()) if d != device)
-        if not all(torch.cuda.can_device_access_peer(device, peer) for peer in peers):
+        if not reaches_peers():
             return "the GPUs of a host cannot write to each other's memory"
         return None
 

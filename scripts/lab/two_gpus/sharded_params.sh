@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Sharded parameters (zero3) on two H200s, from the root of a checkout:  bash scripts/lab/two_gpus/sharded_params.sh [small|big|peers|ep2|tests]
+# Sharded parameters (zero3) on two H200s, from the root of a checkout:  bash scripts/lab/two_gpus/sharded_params.sh [small|big|ep2|tests]
 # 1. losses of 10 captured steps with validations between, sharded, unsharded, and sharded eagerly;
 # 2. 8 layers of Moonlight, all experts on each rank: median step times, peak memory and the dry run's;
-#    `peers`: both where ranks read each other's shards in place of gathering them by NCCL.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 export PYTHONPATH="$PWD:$PYTHONPATH"
 T=${OUT:-/tmp/zero3}; R=${R:-/tmp/zero3_runs}; mkdir -p $T $R; began=$(date +%s); what=${1:-all}
@@ -18,8 +17,7 @@ small() { # NAME overrides...
     run.eval_interval=3 run.eval_batches=1 parallel.capacity_factor=8 run.log_interval=1 run.device=cuda run.dir=$R run.name=$n "$@" \
     > $T/$n.log 2>&1 || { echo "$n rc $?"; grep -iE "error|assert" $T/$n.log | tail -5 | cut -c1-400; }
 }
-[ $what = peers ] && export PHALANX_PEERS=1
-if [ $what = all ] || [ $what = small ] || [ $what = peers ]; then
+if [ $what = all ] || [ $what = small ]; then
 echo "== 1. equality"
 G=run.graph=full_iteration; ONE=data.global_batch=4; TWO=data.global_batch=8
 small whole $ONE $G                       # compiles; the others find its kernels
@@ -67,16 +65,10 @@ P
 }
 if [ $what = all ] || [ $what = big ]; then
 echo "== 2. Moonlight, 8 layers"
-big moonlight_whole parallel.expert=1
-big moonlight_zero3 parallel.expert=1 $Z
-fi
-unset PHALANX_PEERS
-if [ $what = peers ]; then
-big whole parallel.expert=1
-PHALANX_PEERS=1 big zero3_peers parallel.expert=1 $Z
-big zero3 parallel.expert=1 $Z
-PHALANX_PEERS=1 big zero3_peers_again parallel.expert=1 $Z
-big whole_again parallel.expert=1
+for i in 1 2; do
+big moonlight_whole_$i parallel.expert=1
+big moonlight_zero3_$i parallel.expert=1 $Z
+done
 fi
 if [ $what = ep2 ]; then  # experts on one rank each: dense layers alone are sharded
 big moonlight_whole_ep2 parallel.expert=2

@@ -1,6 +1,9 @@
 """Refusals of sharded parameters, and the bytes that they take."""
 
+from collections.abc import Sequence
+
 import pytest
+import torch.distributed as dist
 
 from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError, validate
@@ -100,3 +103,33 @@ def test_a_stage_without_layers_has_nothing_to_shard() -> None:
         stage_weights(load([*layout, *more]), 8) for more in ([], [ZERO3])
     )
     assert sharded == embedding and parts.parameter_bytes < layers.parameter_bytes
+
+
+def _reads(on_hosts: Sequence[str], broken: Sequence[int]) -> tuple[bool, bool]:
+    """Whether ranks would read each other's shards over NCCL: those of all, and of a half."""
+    from phalanx.extras.sharded_params import peers
+
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda group: "nccl")
+        patch.setattr(peers, "reaches_peers", lambda: rank not in broken)
+        patch.setattr(peers, "names_here", lambda rank: (on_hosts[rank], ""))
+        return peers.reachable(dist.group.WORLD), peers.reachable(halves[rank // 2])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("on_hosts", "broken", "whole", "halves"),
+    [
+        ("aaaa", [], True, [True, True]),
+        ("aabb", [], False, [True, True]),  # gathered by NCCL over hosts
+        ("abab", [], False, [False, False]),
+        ("aaaa", [3], False, [True, False]),
+    ],
+)
+def test_ranks_of_a_group_read_shards_if_all_of_them_can(
+    on_hosts: str, broken: list[int], whole: bool, halves: list[bool]
+) -> None:
+    answers = run_distributed(_reads, 4, on_hosts, broken)
+    assert answers == [(whole, halves[rank // 2]) for rank in range(4)]
