@@ -72,6 +72,8 @@ _BESIDE_EXCHANGES = 0.99
 """Rate of experts beside exchanges on 8 SMs: 1.0 of Qwen3-30B-A3B, 0.96 or more of DeepSeek-V3
 (docs/measured/training/pipelines_two_h100s.md, docs/measured/kernels/between_h100s.md)."""
 _OVERLAPPED = 0.9  # part of a pass beside which parameters are gathered or gradients reduced
+_NCCL_RATE = 1.6e12
+"""Bytes a second that NCCL would move inside a node with all SMs, 12 GB/s each (docs/memory.md)."""
 
 
 @dataclass(frozen=True)
@@ -277,8 +279,12 @@ def collectives(
     # which hold all SMs. Over a network it goes on beside several of them.
     beside = busy - (experts if near else 0.0)
     hidden = _OVERLAPPED * beside if p.overlap else 0.0
-    times = micro_batches(cfg, world) if p.distributed_optimizer in ZERO3 else 1
-    return sum(
+    times, of_sms = 1, 0.0
+    if p.distributed_optimizer in ZERO3:
+        times = micro_batches(cfg, world)
+        # Ranks of a node read weights by copy engines, and sum gradients with SMs of the products.
+        of_sms = times * sent * grad_width(cfg) / _NCCL_RATE if near else 0.0
+    return of_sms + sum(
         max(embedding * each / rate, times * (sent * each / rate - hidden * part))
         for part, each in _widths(cfg)
     )
