@@ -145,7 +145,8 @@ class RouterConfig:
     bias_rate: float = 0.0
     """Step size of the per-expert bias that balances without a loss (arXiv 2408.15664).
 
-    It needs `score=sigmoid`. The default of 0 uses no bias.
+    It needs `score=sigmoid`. The default of 0 uses no bias. At 1e-3, without `aux_loss`, a mixture
+    of 738 M parameters needed 0.93 of the time for its loss (docs/proof/variants.md).
     """
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss over a micro-batch (Switch, arXiv 2101.03961)."""
