@@ -143,7 +143,7 @@ def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
         kind = states[next(iter(held), "")]
         raise CheckpointMismatch(
             f"{path} has an optimizer of another kind: go on with optim.kind={kind}, or start "
-            f"anew with another run.name or with {start_over_override()} run.resume=never"
+            f"anew with run.resume=never and another run.name or {start_over_override()}"
         )
 
 

@@ -241,6 +241,6 @@ def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
             *table,
             f"go on with {values},",
             *[instead] * all(not must_agree(k, old[k], new[k], begins=True) for k in keys),
-            f"or start anew with another run.name or with {start_over_override()} run.resume=never",
+            f"or start anew with run.resume=never and another run.name or {start_over_override()}",
         ]
     )

@@ -604,9 +604,10 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         "  model.moe.ffn    16          24",
         "go on with model.moe.top_k=2 model.moe.ffn=16,",
     ]
-    assert last.startswith("or start anew with another run.name or with run.start_over=")
+    anew, _, over = last.rpartition(" and another run.name or ")
+    assert anew == "or start anew with run.resume=never" and over.startswith("run.start_over=")
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
-    (main,) = run(1, [*command, *last.split()[-2:]])
+    (main,) = run(1, [*command, anew.split()[-1], over])
     assert main.code == 0 and "from scratch (run.start_over=" in main.out
 
 

@@ -106,7 +106,7 @@ def test_drift_diff_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
         "  model.layers  4           6",
         "  data.seed     1           7",
         "go on with model.layers=4 data.seed=1,",
-        "or start anew with another run.name or with run.start_over=1 run.resume=never",
+        "or start anew with run.resume=never and another run.name or run.start_over=1",
     ]
 
 
