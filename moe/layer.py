@@ -37,6 +37,9 @@ from phalanx.parallel.dispatcher.transport_class import LoadCounts, Transport
 from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
 from phalanx.parallel.memory.recompute import checkpoint
 
+type Halves = tuple[Callable[[], None] | None, Callable[[], Tensor | None] | None]
+"""Halves of the shared experts, if there are any; the second returns what is added, or None."""
+
 
 @dataclass(frozen=True)
 class MoEOptions:
@@ -167,15 +170,28 @@ class MoE(MoELayer):
         memory: LayerContext = INACTIVE,
     ) -> Tensor:
         """Output of the layer [s, B, D]: the four steps, one after the other."""
-        x_TD = hidden_SBD.flatten(0, 1)
-        residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
-        shared_fc1 = shared_fc2 = None
+        shared: Halves = None, None
         if self.shared_experts is not None:
-            shared_fc1, shared_fc2 = self.shared_experts.halves(hidden_SBD, memory)
+            shared = self.shared_experts.halves(hidden_SBD, memory)
 
         # 1. K experts and their weights for every token.
         with record_function("moe/route"):
-            topk_idx_TK, topk_prob_TK = self.router(hidden_SBD)
+            routed = self.router(hidden_SBD)
+
+        residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
+        x_TD = hidden_SBD.flatten(0, 1)
+        return self._through_experts(x_TD, routed, shared, residual_TD, memory).view_as(hidden_SBD)
+
+    def _through_experts(
+        self,
+        x_TD: Tensor,
+        routed: tuple[Tensor, Tensor],
+        shared: Halves,
+        residual_TD: Tensor | None,
+        memory: LayerContext,
+    ) -> Tensor:
+        """Sums [T, D] of the `routed` experts' outputs, of shared experts and the residual."""
+        (topk_idx_TK, topk_prob_TK), (shared_fc1, shared_fc2) = routed, shared
 
         # 2. Tokens go to the ranks of their experts, and come as rows in the order of experts.
         with record_function("moe/dispatch"):
@@ -193,19 +209,18 @@ class MoE(MoELayer):
         with record_function("moe/experts"):
             out_ND = self.experts(received, added, memory)
         if self._combine_in_experts:
-            return out_ND.view_as(hidden_SBD)
+            return out_ND
 
         # 4. Rows go back, and those of a token are added, with shared experts and residual.
         with record_function("moe/combine"):
             sums = self.dispatcher.send_sums(out_ND, received, alone=shared_fc2 is None)
             # The shared experts, or the rest of them, compute while sums are in flight.
             added = _addends(shared_fc2, residual_TD)
-            out_TD = self.dispatcher.receive_sums(sums, received, added)
-        return out_TD.view_as(hidden_SBD)
+            return self.dispatcher.receive_sums(sums, received, added)
 
 
 def _addends(
-    shared_fn: Callable[[], Tensor] | None, residual_TD: Tensor | None
+    shared_fn: Callable[[], Tensor | None] | None, residual_TD: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Output of the shared experts, and the residual, where there are any."""
     shared_TD = None if shared_fn is None else shared_fn()

@@ -7,19 +7,17 @@ of D, so that bytes and FLOPs of an expert shrink by D / L, which pays for more 
 them per token. The router and shared experts read the full hidden states. Projections stay in bf16
 whatever the recipe of the run, and have no biases.
 
-Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, L latent channels,
-K experts per token, N received tokens.
+Legend: T tokens, D hidden, L latent channels, K experts per token.
 """
 
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.profiler import record_function
 
-from phalanx.moe.layer import MoE
-from phalanx.parallel.memory.layer_context import INACTIVE, LayerContext
+from phalanx.moe.layer import Halves, MoE
+from phalanx.parallel.memory.layer_context import LayerContext
 
 
 class LatentMoE(MoE):
@@ -45,40 +43,24 @@ class LatentMoE(MoE):
             **how,
         )
 
-    def _forward(
+    def _through_experts(
         self,
-        hidden_SBD: Tensor,
-        residual_SBD: Tensor | None = None,
-        memory: LayerContext = INACTIVE,
+        x_TD: Tensor,
+        routed: tuple[Tensor, Tensor],
+        shared: Halves,
+        residual_TD: Tensor | None,
+        memory: LayerContext,
     ) -> Tensor:
-        """Output of the layer [s, B, D]."""
-        shared_fc1 = shared_fc2 = None
-        if self.shared_experts is not None:
-            shared_fc1, shared_fc2 = self.shared_experts.halves(hidden_SBD, memory)
-        with record_function("moe/route"):
-            topk_idx_TK, topk_prob_TK = self.router(hidden_SBD)
+        fc1, fc2 = shared
+        held: list[Tensor | None] = []
+        # The shared experts compute where those of the base would, and are added behind the
+        # projection: nothing is added to the sums of L channels.
+        later = None if fc2 is None else lambda: held.append(fc2())
         with record_function("moe/latent"):
-            latent_SBL, _ = self.latent_in_proj(hidden_SBD)
-        with record_function("moe/dispatch"):
-            sent = self.dispatcher.send_tokens(latent_SBL.flatten(0, 1), topk_idx_TK, topk_prob_TK)
-            if shared_fc1 is not None and self.dispatcher.splits_shared_experts:
-                shared_fc1()  # while tokens are in flight
-            received = self.dispatcher.receive_tokens(sent)
-            del sent
-        if received.statistics is not None and self.training and torch.is_grad_enabled():
-            self.router.statistics.note(received.statistics)
-        with record_function("moe/experts"):
-            out_NL = self.experts(received, (), memory)
-        if not self._combine_in_experts:
-            with record_function("moe/combine"):
-                sums = self.dispatcher.send_sums(out_NL, received, alone=shared_fc2 is None)
-                # What the shared experts have left of their work hides the sums in flight.
-                shared_TD = None if shared_fc2 is None else shared_fc2()
-                out_NL = self.dispatcher.receive_sums(sums, received, ())
-        else:
-            shared_TD = None if shared_fc2 is None else shared_fc2()
+            latent_TL, _ = self.latent_in_proj(x_TD)
+        out_TL = super()._through_experts(latent_TL, routed, (fc1, later), None, memory)
         with record_function("moe/latent"):
-            out_SBD, _ = self.latent_out_proj(out_NL.view_as(latent_SBL))
-        if shared_TD is not None:
-            out_SBD = out_SBD + shared_TD.view_as(out_SBD)
-        return out_SBD if residual_SBD is None else out_SBD + residual_SBD
+            out_TD, _ = self.latent_out_proj(out_TL)
+        for added_TD in (*held, residual_TD):
+            out_TD = out_TD if added_TD is None else out_TD + added_TD
+        return out_TD
