@@ -49,7 +49,7 @@ def test_no_file_of_the_core_imports_an_extra_or_the_laboratory() -> None:
 def test_every_room_is_a_folder_and_every_extra_has_its_page() -> None:
     extras = {file.split("/")[1] for file in sources().values() if file.startswith("extras/")}
     assert extras == {
-        *("baseline", "between_nodes", "blackwell", "block_sparse", "chat", "clusters", "context"),
+        *("baseline", "between_nodes", "blackwell", "chat", "clusters", "context"),
         *("help", "host_states", "jax", "linear_attention", "microscaling", "muon", "overlap"),
         *("phases", "planner", "recorded_routing", "replication", "serving", "sharded_params"),
         *("sparse_attention", "tasks", "trackers", "transfer", "variants", "watching"),

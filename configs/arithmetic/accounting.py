@@ -121,9 +121,8 @@ def head_flops(model: ModelConfig) -> float:
 
 
 def flops_note(cfg: Config) -> str:
-    """Text after a FLOP count, if document masks or blocks make less than counted necessary."""
-    masked = ", upper bound: attention over full sequences" if cfg.data.document_mask else ""
-    return masked + "".join(v.note(cfg.model) for v in of_variants(cfg.model))
+    """Text after a FLOP count, if document masks make attention cheaper than counted."""
+    return ", upper bound: attention over full sequences" if cfg.data.document_mask else ""
 
 
 def bf16_peak(name: str) -> float | None:

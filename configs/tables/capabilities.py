@@ -106,17 +106,13 @@ READ_TASKS = "phalanx.extras.tasks.prepared:prepared"  # `(cfg)`, or DataError, 
 
 
 VARIANTS = {
-    "blocks128": "phalanx.extras.block_sparse.facts:Blocks128",
-    "blocks64": "phalanx.extras.block_sparse.facts:Blocks64",
     "latent": "phalanx.extras.variants.facts:Latent",
     "mhc": "phalanx.extras.variants.facts:HyperConnections",
     "mup": "phalanx.extras.transfer.facts:Base",
     "mup_ffn": "phalanx.extras.transfer.facts:ExpertBase",
 }
 """`(size) -> extras.variants.facts.Variant` by name: changes of `model.variants`."""
-# Beginnings of those that leave tensors as they are, and have masks beside them.
-MASKS = ("blocks128:", "blocks64:")
-RATES = ("mup:", "mup_ffn:")  # of those of which a trained model has no trace
+RATES = ("mup:", "mup_ffn:")  # beginnings of those of which a trained model has no trace
 VARIANT_PROBLEMS = "phalanx.extras.variants.facts:problems"  # `(cfg)`, which it repairs
 
 KERNELS: tuple[str, ...] = ("phalanx.extras.replication.kernels.shipped:kernels",)

@@ -71,10 +71,6 @@ class Variant:
         """Bytes that it adds to what a layer saves for its backward pass."""
         return 0
 
-    def note(self, m: ModelConfig) -> str:
-        """Words behind the FLOPs of a token."""
-        return ""
-
     def problems(self, cfg: Config) -> Iterator[str]:
         """Problems of a configuration with it; repairs `cfg` on the way."""
         reason = f"is not possible with {_KNOB}={self.name}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.configs.knobs import get, spelled
 from phalanx.configs.schema import Config, ModelConfig, YarnConfig
-from phalanx.configs.tables.capabilities import MASKS, RATES
+from phalanx.configs.tables.capabilities import RATES
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.tokenizer.special_tokens import TOKENS, shown, token_ids
 from phalanx.moe.hf import ConversionError
@@ -399,7 +399,7 @@ def to_json(m: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
     for knob, value in {**kind.fixed, "variants": []}.items():
         present = get(cfg, f"model.{knob}")
         if knob == "variants":
-            present = [text for text in present if not text.startswith((*MASKS, *RATES))]
+            present = [text for text in present if not text.startswith(RATES)]
         if present != value and not (knob == "moe.router.softmax_over" and _is_over_top_k(m)):
             raise refused(knob, spelled(present), f"{family} of Hugging Face has {spelled(value)}")
     result: dict[str, Any] = {"architectures": [kind.architecture], "model_type": family}

@@ -21,8 +21,6 @@ from phalanx.configs.knobs import pluralize
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.object_store import Place
 
-_MASKS = ".block_masks."  # in names of buffers that begin anew if a checkpoint lacks them
-
 
 def modules_of(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Bare model chunks under their names in a checkpoint: `model`, or `model0`, `model1`, ..."""
@@ -83,11 +81,6 @@ def parameters_whole(model: Sequence[torch.nn.Module]) -> Iterator[None]:
 def check_fit(state: dict[str, Any], metadata: Metadata, path: Place) -> None:
     """Raise CheckpointMismatch if the checkpoint lacks a tensor, or has one of another shape."""
     wrong: dict[str, str] = {}
-    # Masks that it lacks are not loaded: they begin anew.
-    for shards in (part for part in state.values() if isinstance(part, dict)):
-        for name in [name for name in shards if _MASKS in name]:
-            if shards[name].key not in metadata.state_dict_metadata:
-                del shards[name]
     for shard in _shards(state):
         found = metadata.state_dict_metadata.get(shard.key)
         if not isinstance(found, TensorStorageMetadata):
@@ -105,7 +98,7 @@ def restore(model: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
     """Copy what dist_checkpointing loaded into the chunks."""
     for name, module in modules_of(model).items():
         missing, unexpected = module.load_state_dict(loaded.get(name, {}), strict=False)
-        missing = [k for k in missing if not k.endswith("_extra_state") and _MASKS not in k]
+        missing = [key for key in missing if not key.endswith("_extra_state")]
         assert not missing and not unexpected, (missing[:3], unexpected[:3])
 
 

@@ -21,7 +21,6 @@ from phalanx.configs.arithmetic.data_stages import begun
 from phalanx.configs.knobs import overrides
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import RunConfig
-from phalanx.configs.tables.capabilities import MASKS
 from phalanx.configs.tables.optimizers import OPTIMIZERS
 from phalanx.configs.validate import ConfigError
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
@@ -152,7 +151,7 @@ CHANGES = {
     **dict.fromkeys(("model.attention.rope_theta", "model.attention.yarn"), BEGIN),
     **{"model.attention.sparse.phase": BEGIN, "model.attention.sparse.loss": ALWAYS},
     **dict.fromkeys(("data.source", "data.stages", "data.split", "data.seed"), BEGIN),
-    **dict.fromkeys(("data.sequence_length", "model.variants"), BEGIN),
+    "data.sequence_length": BEGIN,
 }
 """When a knob may change, or those of a section; others always. docs/checkpoints.md has reasons."""
 _BUT = {"model.moe.router.bias_rate": 0, "precision.recipe": "fp32"}
@@ -214,10 +213,6 @@ def must_agree(key: str, old: Any, new: Any, *, begins: bool = False) -> bool:
     if isinstance(old, dict) and isinstance(new, dict):
         parts = [n for n in old | new if old.get(n) != new.get(n)]
         return any(must_agree(f"{key}.{n}", old.get(n), new.get(n), begins=begins) for n in parts)
-    if key == "model.variants":  # those that are no masks never
-        parts = [[v for v in of if not str(v).startswith(MASKS)] for of in (old, new)]
-        if parts[0] != parts[1]:
-            return True
     if key in _BUT:
         return bool((old == _BUT[key]) != (new == _BUT[key]))
     fits = [name for name in CHANGES if f"{key}.".startswith(f"{name}.")]

@@ -96,7 +96,7 @@ def rescale_(part: Updated, factor_R: Tensor, remainder: Tensor | None = None) -
     columns = part.parameter.numel() // factor_R.numel()
     tensors = [part.main, *(() if remainder is None else (remainder,))]
     flat = [t.detach().view(-1) for t in tensors]
-    for begin, end in row_pieces(part.start, part.stop, columns):
+    for begin, end in _blocks(part.start, part.stop, columns):
         of_rows = factor_R[begin // columns : -(-end // columns), None]
         pieces = [t[begin - part.start : end - part.start].view(len(of_rows), -1) for t in flat]
         if remainder is None:
@@ -105,7 +105,7 @@ def rescale_(part: Updated, factor_R: Tensor, remainder: Tensor | None = None) -
             split_(merged(*pieces).mul_(of_rows), *pieces)
 
 
-def row_pieces(start: int, stop: int, columns: int) -> Iterator[tuple[int, int]]:
+def _blocks(start: int, stop: int, columns: int) -> Iterator[tuple[int, int]]:
     """Elements [start, stop) of a matrix: blocks of whole rows, and parts of rows at the ends."""
     many = max(1, _SLICE // columns) * columns
     while start < stop:

@@ -15,8 +15,6 @@ Suites (default: all, without peers):
                                                  peer: te, in its blockwise recipe
   fp8_gemms  the grouped GEMMs in FP8 against those in bf16
   wgrad_pairs  weight gradients of two micro-batches in one pass over fp32 sums against two passes
-  block_sparse  expert MLP over a half and a quarter of its weights' blocks against all
-                                                 (extras/block_sparse)
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each; a ratio is
 the other side's time over ours. TFLOP/s count 6 * rows * D * F forward and twice that backward, for
@@ -53,7 +51,6 @@ RUNS = {
     "fp8": ("kernels.fp8", "suite"),
     "fp8_gemms": ("kernels.fp8_gemms", "suite"),
     "wgrad_pairs": ("kernels.wgrad_pairs", "suite"),
-    "block_sparse": ("kernels.block_sparse", "suite"),
 }
 """Module and function of each suite; imported when it runs."""
 

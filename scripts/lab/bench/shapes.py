@@ -66,8 +66,6 @@ WGRAD_PAIRS: dict[Shape, tuple[float, float | None]] = {
 }
 """Rows of a micro-batch, hidden, expert width, experts: one pass over two micro-batches against two
 passes."""
-BLOCK_SPARSE = {0.5: Bars((1.6, 1.6), (None, None)), 0.25: Bars((2.4, 2.4), (None, None))}
-"""The MLP over a share of its blocks against all, by density."""
 MARGINS = (0, 8, 16, 24, 32)
 ZIPF = 0.6
 SKEW_BAR = 0.95
@@ -94,12 +92,10 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     "host": ((256, 256, 128, 8, 2),),
     "fp8": (*MLP, *CROSSOVER),
     "fp8_gemms": tuple(MLP),
-    "block_sparse": ((65536, 2048, 1408, 8), tuple(MLP)[0]),  # Moonlight's and DeepSeek-V3's
     "wgrad_pairs": (*WGRAD_PAIRS, (32768, 2880, 2880, 16)),
 }
 SIZES = {
-    **dict.fromkeys(("mlp", "margins", "skew", "fp8", "fp8_gemms"), (4,)),
-    **dict.fromkeys(("wgrad_pairs", "block_sparse"), (4,)),
+    **dict.fromkeys(("mlp", "margins", "skew", "fp8", "fp8_gemms", "wgrad_pairs"), (4,)),
     **dict.fromkeys(("layer", "host"), (5,)),
     "gather": (4, 5),
 }  # sizes in a shape of each suite

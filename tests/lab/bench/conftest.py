@@ -28,7 +28,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         importlib.import_module(module.name)
     from phalanx.kernels.sm90.jit import launch as jit
     from phalanx.scripts.lab.bench.kernels import (  # noqa: F401
-        block_sparse,
         fp8_gemms,
         host,
         layer,

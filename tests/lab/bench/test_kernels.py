@@ -64,11 +64,6 @@ SUITES = {
         {"two passes": 2, "one pass": 2, "fp8, two passes": 2, "fp8, one pass": 2},
     ),
     "fp8_gemms": (SMALL, "fused", {"bf16": 6, "fp8": 6}),
-    "block_sparse": (
-        (256, 384, 256, 4),
-        "fused",
-        dict.fromkeys(("all blocks", *(f"{n}% of the blocks" for n in (100, 50, 25))), 2),
-    ),
 }
 """Shape, backend, and number of records of each side."""
 
@@ -105,11 +100,6 @@ def test_launches_of_suites(launches: Launches) -> None:
     assert {getattr(c.math, "gathered", "fp8") for c in pairs} == {0, 1, "fp8"}
     names = [name for name, _ in launches]
     assert names.count("WgradKernel") == 2 * len(pairs) and all(c.fp32_out and c.add for c in pairs)
-    launches.clear()
-    run("block_sparse", (256, 384, 256, 4))
-    names = [name for name, _ in launches]
-    # Two products forward; four and two weight gradients both ways.
-    assert names.count("SparseGemmKernel") == 3 * names.count("SparseWgradKernel") > 0
     launches.clear()
     layer.warm(Bench(Cpu(), 1), [(96, 128, 64, 8, 3)])
     names = [name for name, _ in launches]

@@ -10,7 +10,7 @@ from phalanx.scripts.lab.proof import experiments, run_experiments
 from phalanx.scripts.lab.proof.experiments import read_plan
 
 LISTS = Path(run_experiments.__file__).parent
-NAMES = ["experiments", "longer", "variants", "block_sparse", "widths"]
+NAMES = ["experiments", "longer", "variants", "widths"]
 
 TRAIN = """
 import json, os, signal, sys, time

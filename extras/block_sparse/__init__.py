@@ -1,1 +1,0 @@
-"""Experts whose weights live in blocks, which are pruned and grown on a schedule."""

@@ -1,1 +1,0 @@
-"""Grouped GEMMs over the living blocks of experts' weights, on Hopper."""

@@ -1,1 +1,0 @@
-"""Tests of extras/block_sparse."""
