@@ -36,7 +36,6 @@ from phalanx.kernels.launch_options import DEFAULT, LaunchOptions
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Epilogue
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig
-from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.operands import as_rows, is_transposed, rows, weights
 from phalanx.kernels.sm90.gemm.tensors import Rows, Weights, matrix, vector, words
 from phalanx.kernels.sm90.jit.launch import launch_persistent, require
@@ -122,54 +121,41 @@ def fused_gemm(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
-    loop = tiles.configured(tile, gather=index_S is not None, transposed=is_transposed(b_LNK))
-    made, arguments = prepared(a, b_LNK, offsets, epilogue, loop, loaded, index_S, loads)
-    if arguments["last"].rows and len(a):
-        config = GemmConfig(epilogue, loop)
-        launch_persistent(FusedGemmKernel, config, a.device, options, None, **arguments)
-    return made
-
-
-def prepared(
-    a: Tensor,
-    b_LNK: Tensor,
-    offsets: Tensor,
-    epilogue: Epilogue,
-    loop: Mainloop,
-    loaded: Tensor | None,
-    index_S: Tensor | None,
-    loads: dict[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Outputs and sums of `fused_gemm`, new ones, and checked arguments of its kernel."""
     if loads.keys() != (wanted := {load.name for load in epilogue.loads if load.used}):
         raise ValueError(f"{type(epilogue).__name__} takes {sorted(wanted)}, not {sorted(loads)}")
     if (loaded is None) != (not epilogue.loaded):
         raise ValueError("loaded: give the rows that the epilogue loads, and none otherwise")
-    b = weights(a.device, "b", b_LNK, n_parts=epilogue.product_parts)
-    S, F = len(a) if index_S is None else len(index_S), b.columns // epilogue.product_parts
+    device, S = a.device, len(a) if index_S is None else len(index_S)
+    parts = epilogue.product_parts
+    b = weights(device, "b", b_LNK, n_parts=parts)
+    F = b.columns // parts
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "row": (torch.float32, (S,)),
         "expert": (torch.float32, (b.experts,)),
         "column": (torch.bfloat16, (b.experts, b.columns)),
     }
     require(
-        a.device,
+        device,
         offsets=(offsets, torch.int32, (b.experts + 1,)),
         index=(index_S, torch.int32, (S,)),
         loaded=(loaded, torch.bfloat16, (S, F * epilogue.loaded)),
         **{load.name: (loads.get(load.name), *kinds[load.per]) for load in epilogue.loads},
     )
     a_rows = rows("a", a, (len(a), b.channels))
+    loop = tiles.configured(tile, gather=index_S is not None, transposed=is_transposed(b_LNK))
     C = -(-b.columns // loop.columns)
     outputs = {out.name: a.new_empty(S, F * out.parts) for out in epilogue.outputs}
     sums = {name: a.new_empty(C, S, dtype=torch.float32) for name in epilogue.sums}
     given = [*(loads.get(load.name) for load in epilogue.loads), *sums.values()]
     records: list[Any] = [as_rows(x) for x in outputs.values()]
-    return outputs | sums, dict(
-        **dict(a=a_rows, b=b, loaded=loaded, first=records[0], last=records[-1]),
-        vectors=Vectors(*given, *[None] * (4 - len(given))),
-        **dict(index=index_S, offsets=offsets),
-    )
+    if S and len(a):
+        launch_persistent(
+            *(FusedGemmKernel, GemmConfig(epilogue, loop), device, options, None),
+            **dict(a=a_rows, b=b, loaded=loaded, first=records[0], last=records[-1]),
+            vectors=Vectors(*given, *[None] * (4 - len(given))),
+            **dict(index=index_S, offsets=offsets),
+        )
+    return outputs | sums
 
 
 def sum_of_experts(partial_CS: Tensor, offsets: Tensor) -> Tensor:

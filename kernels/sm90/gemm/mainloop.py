@@ -205,10 +205,6 @@ class Producer:
     def _pitch(self) -> Int64:
         return 2 * Int64(self.mA.shape[1])
 
-    def block(self, i: Int32, sources: tuple[Any, ...]) -> Int32:
-        """Block of the contraction that is a tile's number i."""
-        return i
-
     def place(self, k: Int32) -> tuple[Int32, ...]:
         """Coordinates of block k in the modes of the contraction."""
         return (k,)
@@ -233,8 +229,7 @@ class Producer:
         to_a, from_a = self._a(row)
         # Partitions are made once a tile; blocks of the contraction only pick a coordinate.
         boxes = self._boxes(column, expert, half_offset)
-        for i in cutlass.range(begin, end, unroll=1):
-            k = self.block(i, sources)
+        for k in cutlass.range(begin, end, unroll=1):
             # Every loading warp waits for itself, as each writes to the stage: they need no barrier
             # among them.
             self.ring.producer_acquire(state)
@@ -251,16 +246,12 @@ class Producer:
                         tma_bar_ptr=self.ring.full_barrier(state),
                     )
             if cutlass.const_expr(self.loop.gather):
-                self.copy_rows(state, sources, k)
+                to = self.to + state.index * (TILE_ROWS * ROW_BYTES)
+                for p in cutlass.range_constexpr(_PASSES):
+                    self.copy(to + p * (GROUP_THREADS // 8 * ROW_BYTES), sources[p], k)
+                self.copied(state, k)
             state.advance()
         return state
-
-    def copy_rows(self, state: State, sources: tuple[Int64, ...], k: Int32) -> None:
-        """Copy block k of this thread's rows to a stage."""
-        to = self.to + state.index * (TILE_ROWS * ROW_BYTES)
-        for p in range(_PASSES):
-            self.copy(to + p * (GROUP_THREADS // 8 * ROW_BYTES), sources[p], k)
-        self.copied(state, k)
 
     def copied(self, state: State, k: Int32) -> None:
         """Arrive at the full barrier when this thread's copies of block k have landed."""
