@@ -6,6 +6,7 @@ sliding windows exact, linear mixers as their recurrence, multi-token prediction
 embedding, router, norms or recompute.
 """
 
+import math
 from dataclasses import dataclass, fields
 
 from phalanx.configs.arithmetic.attention import head_dims
@@ -71,8 +72,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
         linear += layers * mixer_of(name).weights(m)
     linear += dense * mlp_weights(m, m.dense_ffn)
     linear += sparse * expert_weights(m) * m.moe.top_k
-    linear += dense * variant_products(m, False) + sparse * variant_products(m, True)
-    linear += sparse * mlp_weights(m, m.moe.shared_ffn)
+    linear += sparse * (variant_weights(m) + mlp_weights(m, m.moe.shared_ffn))
     linear += (1 + m.mtp_layers) * h * m.vocab_size + m.mtp_layers * 2 * h * h
     backward_twice, multiply_add = 3, 2
     return float(backward_twice * multiply_add * linear + core_flops(m, sequence_length))
@@ -102,14 +102,13 @@ def layer_flops(model: ModelConfig, sequence_length: int) -> list[float]:
     Layers of multi-token prediction come last, without their input projections.
     """
     m, a, e = model, model.attention, model.moe
-    sparse = expert_weights(m) * e.top_k + mlp_weights(m, e.shared_ffn)
+    sparse = expert_weights(m) * e.top_k + mlp_weights(m, e.shared_ffn) + variant_weights(m)
     dense, channels = mlp_weights(m, m.dense_ffn), a.heads * sum(head_dims(a))
 
     def products(layer: int) -> float:
         mlp = dense if is_dense(m, layer) else sparse
         kind = mixer_of(mixer(m, layer))
         core = channels * _keys_seen(m, layer, sequence_length) if kind.core else 0.0
-        mlp += variant_products(m, not is_dense(m, layer))
         return kind.weights(m) + kind.products(m) + core + mlp
 
     return [6.0 * products(layer) for layer in range(m.layers + m.mtp_layers)]
@@ -170,18 +169,13 @@ def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
         + (h + mtp_layers * 3 * h),
         mtp_projection=mtp_layers * 2 * h * h,
         head=0 if m.tie_embeddings else m.vocab_size * h,
-        variants=dense * variant_parameters(m, False) + sparse * variant_parameters(m, True),
+        variants=sparse * variant_weights(m),
     )
 
 
-def variant_parameters(m: ModelConfig, sparse: bool) -> int:
-    """Parameters that `model.variants` add to a layer with experts (`sparse`) or without."""
-    return sum(v.parameters(m, sparse) for v in of_variants(m))
-
-
-def variant_products(m: ModelConfig, sparse: bool) -> int:
-    """Multiply-adds of a token that they add to such a layer."""
-    return sum(v.products(m, sparse) for v in of_variants(m))
+def variant_weights(m: ModelConfig) -> int:
+    """Matrix elements that `model.variants` add to a layer with experts."""
+    return sum(math.prod(matrix) for v in of_variants(m) for matrix in v.matrices(m))
 
 
 def expert_weights(m: ModelConfig) -> int:

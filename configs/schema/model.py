@@ -241,7 +241,7 @@ class ModelConfig:
     mtp_loss: float = 0.1
     """Weight of the multi-token-prediction loss."""
     variants: list[str] = field(default_factory=list)
-    """For experiments: `[latent:256,mhc:4]`; `[mup:256]`: rates of that width."""
+    """For experiments: `[latent:256]`; `[mup:256]`: rates of that width."""
     init_std: float = knob(0.02, above_zero=True)
     """Standard deviation of initial weights; output projections divide it by sqrt(2 * layers)."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)

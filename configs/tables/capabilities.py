@@ -107,7 +107,6 @@ READ_TASKS = "phalanx.extras.tasks.prepared:prepared"  # `(cfg)`, or DataError, 
 
 VARIANTS = {
     "latent": "phalanx.extras.variants.facts:Latent",
-    "mhc": "phalanx.extras.variants.facts:HyperConnections",
     "mup": "phalanx.extras.transfer.facts:Base",
     "mup_ffn": "phalanx.extras.transfer.facts:ExpertBase",
 }

@@ -1,1 +1,1 @@
-"""Changes of the architecture for experiments: latent experts and hyper-connections."""
+"""Changes of the architecture for experiments: latent experts."""

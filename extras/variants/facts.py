@@ -37,11 +37,9 @@ def _texts(cfg: Config) -> Iterator[str]:
 
 
 class Variant:
-    """A variant of some size. A layer is `sparse` if it has experts."""
+    """A variant of some size."""
 
     name = ""  # its key in `configs.tables.capabilities.VARIANTS`
-    layer = ""
-    """Path of the class in place of `moe.model.transformer_layer.Layer`, which takes the size."""
     mlp = ""  # path of the class in place of `moe.layer.MoE`
     begins = ""
     """Path of `(cfg: Config, chunks) -> overrides of the optimizer's groups`, which may change the
@@ -56,19 +54,11 @@ class Variant:
         return m.hidden
 
     def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
-        """(rows, columns) of what it adds to a sparse layer and optimizers of matrices update."""
+        """(rows, columns) of the matrices that it adds to a layer with experts."""
         return []
 
-    def parameters(self, m: ModelConfig, sparse: bool) -> int:
-        """Parameters that it adds to a layer."""
-        return self.products(m, sparse)
-
-    def products(self, m: ModelConfig, sparse: bool) -> int:
-        """Multiply-adds of a token that it adds to a layer."""
-        return 0
-
-    def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
-        """Bytes that it adds to what a layer saves for its backward pass."""
+    def saved_bytes(self, cfg: Config, counts: TokenCounts) -> int:
+        """Bytes that it adds to what a layer with experts saves for its backward pass."""
         return 0
 
     def problems(self, cfg: Config) -> Iterator[str]:
@@ -93,12 +83,9 @@ class Latent(Variant):
     def matrices(self, m: ModelConfig) -> list[tuple[int, int]]:
         return [(self.size, m.hidden), (m.hidden, self.size)]
 
-    def products(self, m: ModelConfig, sparse: bool) -> int:
-        return 2 * m.hidden * self.size if sparse else 0
-
-    def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
+    def saved_bytes(self, cfg: Config, counts: TokenCounts) -> int:
         """The projected tokens, and the sums of the experts before they are projected back."""
-        return 2 * counts.local_tokens * self.size * width(cfg) if sparse else 0
+        return 2 * counts.local_tokens * self.size * width(cfg)
 
     def problems(self, cfg: Config) -> Iterator[str]:
         m = cfg.model
@@ -113,46 +100,3 @@ class Latent(Variant):
             if expert_backend(cfg.kernels.backend).layer:
                 reason = f"has no such experts ({_KNOB}={self.name})"
                 yield repair(cfg, "kernels.backend", reason, "auto")
-
-
-class HyperConnections(Variant):
-    """`size` residual streams (`extras.variants.hyper_connections`)."""
-
-    name = "mhc"
-    layer = "phalanx.extras.variants.hyper_layer:HyperLayer"
-    _MOST = 16
-
-    def mappings(self) -> int:
-        """Numbers of a token that a connection projects: to read, to write, to mix streams."""
-        return self.size * (self.size + 2)
-
-    def parameters(self, m: ModelConfig, sparse: bool) -> int:
-        """Parameters of a connection around attention and of one around the MLP."""
-        of_one = self.mappings() * (self.size * m.hidden + 1) + 3
-        return 2 * of_one
-
-    def products(self, m: ModelConfig, sparse: bool) -> int:
-        mixed = m.hidden * self.mappings()  # read and write once, mix each with each
-        return 2 * (self.mappings() * self.size * m.hidden + mixed)
-
-    def saved_bytes(self, cfg: Config, counts: TokenCounts, sparse: bool) -> int:
-        """Streams, the output that they take in; logits three times in fp32, and once in bf16."""
-        channels = width(cfg) * (self.size + 1) * cfg.model.hidden
-        return 2 * counts.local_tokens * (channels + 14 * self.mappings())
-
-    def problems(self, cfg: Config) -> Iterator[str]:
-        if not 2 <= self.size <= self._MOST:
-            reason = f"has {self.name} of {self.size}; streams are 2 to {self._MOST}"
-            left = self._left_out(cfg)
-            yield repair(cfg, _KNOB, reason, [*left, f"{self.name}:4"])
-        yield from super().problems(cfg)
-        reason = f"is not possible with {_KNOB}={self.name}"
-        for path, off in {
-            "parallel.pipeline": 1,
-            "model.mtp_layers": 0,
-            "run.recompute": [],
-            "run.offload": [],
-        }.items():
-            owner, _, knob = path.partition(".")
-            if getattr(getattr(cfg, owner), knob) != off:
-                yield repair(cfg, path, reason, off)

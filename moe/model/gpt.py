@@ -258,7 +258,7 @@ def _layer(
     if m.attention.qk_norm and m.attention.qk_norm_over == "projection":
         attention.q_layernorm = partial(over_heads, norm, m.attention.heads)
         attention.k_layernorm = partial(over_heads, norm, m.attention.kv_heads)
-    mixer_facts, changes = MIXERS[mixer(m, number)], of_variants(m)
+    mixer_facts = MIXERS[mixer(m, number)]
     if mixer_facts.spec:
         own = backends.other_mixer, sub.self_attention, m
         sub.self_attention = resolve_name(mixer_facts.spec)(*own)
@@ -267,7 +267,7 @@ def _layer(
     if is_dense(m, number):
         sub.mlp = partial(DenseMLP, spec=moe.dense, submodules=sub.mlp.keywords["submodules"])
     else:
-        path = backend.layer or next((v.mlp for v in changes if v.mlp), "")
+        path = backend.layer or next((v.mlp for v in of_variants(m) if v.mlp), "")
         sub.mlp = partial(resolve_name(path) if path else MoE, options=moe)
     # Megatron-Core renames norms in checkpoints to match fused layers; ours are not fused.
     sub.sharded_state_dict_keys_map = {}
@@ -275,10 +275,7 @@ def _layer(
     params: dict[str, Any] = {"memory": memory_plan(cfg)}
     if projections.recipe is not None and mixer_facts.quantized:
         params["projections"] = projections
-    module = Layer
-    for change in (change for change in changes if change.layer):
-        module, params["size"] = resolve_name(change.layer), change.size
-    return ModuleSpec(module=module, params=params, submodules=sub)
+    return ModuleSpec(module=Layer, params=params, submodules=sub)
 
 
 def memory_plan(cfg: Config) -> MemoryPlan:

@@ -97,14 +97,14 @@ class Layer(TransformerLayer):
     def _forward(
         self, attend: Callable[[Tensor], Any], memory: LayerContext, hidden: Tensor
     ) -> Tensor:
-        normed, residual = fork(self.input_layernorm, hidden)
+        normed, residual = _fork(self.input_layernorm, hidden)
         memory.drop("norm", [normed], partial(_normed, self.input_layernorm, hidden))
         out, bias = attend(normed)
         memory.close(out)
         out = out if bias is None else out + bias
-        normed, total = fork(self.pre_mlp_layernorm, out, residual)
+        normed, total = _fork(self.pre_mlp_layernorm, out, residual)
         # The sum is recomputed with its norm: the norm of the rounded sum would have other bits.
-        recompute = partial(fork, self.pre_mlp_layernorm, out, residual)
+        recompute = partial(_fork, self.pre_mlp_layernorm, out, residual)
         memory.drop("norm", [normed, total], recompute)
         memory.offload("residual", residual, out if memory.recomputes("norm") else total)
         if isinstance(self.mlp, MoE):
@@ -116,11 +116,10 @@ class Layer(TransformerLayer):
 
 
 def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor]:
-    return (fork(norm, x)[0],)
+    return (_fork(norm, x)[0],)
 
 
-def fork(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Norm of x plus `residual`, and that sum."""
+def _fork(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if isinstance(norm, ResidualNorm):
         normed, total = norm(x, residual)
         return normed, total

@@ -203,8 +203,8 @@ class Activations:
             backward = max(backward, own)
         parts = attention | {"residual": 2 * hidden, "norm": norms} | mlp
         parts["bias"] = int(self._cfg.model.bias) * hidden
-        sparse, changes = "dense" not in mlp, of_variants(self._cfg.model)
-        parts["variants"] = sum(v.saved_bytes(self._cfg, self.sizes, sparse) for v in changes)
+        changes = [] if "dense" in mlp else of_variants(self._cfg.model)
+        parts["variants"] = sum(v.saved_bytes(self._cfg, self.sizes) for v in changes)
         run, offloaded = self._cfg.run, 0
         if "full" in run.recompute:
             offloaded = hidden if run.offload else 0

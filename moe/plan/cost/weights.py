@@ -16,7 +16,7 @@ from phalanx.configs.arithmetic.accounting import (
     Parameters,
     expert_weights,
     parameters,
-    variant_parameters,
+    variant_weights,
 )
 from phalanx.configs.arithmetic.layers import ATTENTION, is_dense, mixer, mixer_of, mlp_layers
 from phalanx.configs.formats import (
@@ -223,7 +223,7 @@ def in_chunk(cfg: Config, world: int, chunk: Chunk, p: Parameters) -> tuple[int,
         kind = mixer_of(name)
         cut = (kind.parameters(m) - unsharded) // tensor
         dense += count * (cut + unsharded + kind.norms(m))
-    dense += without_experts * variant_parameters(m, False) + sparse * variant_parameters(m, True)
+    dense += sparse * variant_weights(m)
     dense += without_experts * ((mlp - unsharded) // tensor + unsharded)
     dense += sparse * (shared // tensor + gate + _share(p.router, all_sparse))
     dense += mtp * (2 * h * h // tensor + 3 * h)

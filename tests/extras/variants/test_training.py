@@ -1,4 +1,4 @@
-"""Runs of the trainer with latent experts and hyper-connections."""
+"""Runs of the trainer with latent experts."""
 
 from pathlib import Path
 
@@ -10,8 +10,7 @@ pytestmark = pytest.mark.dist
 
 RUNS = {
     "latent": (2, ["model.variants=[latent:16]", "model.moe.shared_ffn=16", "optim=muon"]),
-    "mhc": (1, ["model.variants=[mhc:4]", "data.document_mask=true", "optim=muon"]),
-    "both": (2, ["model.variants=[latent:16,mhc:2]", "parallel.context=2"]),
+    "context": (2, ["model.variants=[latent:16]", "parallel.context=2"]),
 }
 
 
@@ -34,7 +33,7 @@ def test_a_run_learns_and_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None
 
 
 def test_a_checkpoint_of_two_expert_ranks_goes_on_with_one(tmp_path: Path) -> None:
-    common = [*TINY, "model.variants=[latent:16,mhc:2]", "precision=fp32", "data.micro_batch=2"]
+    common = [*TINY, "model.variants=[latent:16]", "precision=fp32", "data.micro_batch=2"]
     common += ["parallel.capacity_factor=8", "optim.lr=1e-3"]
     (straight,) = run(1, [*common, "run.steps=2", f"run.dir={tmp_path / 'a'}"])
     assert straight.code == 0, straight.err
@@ -49,7 +48,7 @@ def test_a_checkpoint_of_two_expert_ranks_goes_on_with_one(tmp_path: Path) -> No
 def test_a_checkpoint_writes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from phalanx.scripts import sample
 
-    command = [*TINY, "model.variants=[latent:16,mhc:4]", "run.steps=2", f"run.dir={tmp_path}"]
+    command = [*TINY, "model.variants=[latent:16]", "run.steps=2", f"run.dir={tmp_path}"]
     (ended,) = run(1, command)
     assert ended.code == 0, ended.err
     given = [str(tmp_path / "run"), "--prompt", "def ", "--tokens", "4", "--device", "cpu"]
