@@ -8,12 +8,17 @@ from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.layout import micro_batches
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import EXPERT_BACKENDS
+from phalanx.configs.tables.capabilities import ZERO3
 from phalanx.configs.tables.machines import Machine
 from phalanx.moe.plan.cost.step_time import PRODUCTS
 
 ON_ONE_HOST = 0.05
 """Error of steps on one host by rates that were measured there: of 0.97 to 1.05 times the expected
 time (tests/moe/plan/cost/test_measured_steps.py)."""
+LESS_KNOWN = 0.12
+"""Error there with sequences longer than those steps have, or sharded parameters: 0.90 and 1.05 of
+the expected time (docs/proof/long_context.md, docs/memory.md), one step each."""
+_LONG = 8192  # tokens of a sequence
 PUBLISHED = 0.22
 """Error within which all but one of the held benchmarks of others are: docs/published/simulated.md.
 """
@@ -43,6 +48,8 @@ def error_of(cfg: Config, world: int, machine: Machine) -> tuple[float, str]:
     if facts and facts.host_counts and not facts.machine_rates:  # a loop over experts
         return PUBLISHED, f"{why}, and slower, since these are rates of other experts than {name}"
     if used <= measured and world <= machine.node_gpus:
+        if cfg.data.sequence_length > _LONG or cfg.parallel.distributed_optimizer in ZERO3:
+            return LESS_KNOWN, "as the one such step was that we measured on one host"
         return ON_ONE_HOST, "as steps of ours were, by measured rates on one host"
     if not (used - _LINKS) & measured:
         return PUBLISHED, f"{why}, and more, since every rate of the GPU is an assumption"

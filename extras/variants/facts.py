@@ -26,14 +26,18 @@ def _texts(cfg: Config) -> Iterator[str]:
     seen = set[str]()
     for text in list(cfg.model.variants):
         name, _, size = text.partition(":")
-        known = name in VARIANTS and re.fullmatch("[1-9][0-9]{0,6}", size, re.ASCII)
-        if not known or name in seen:
-            forms = listed([f"{each}:<size>" for each in VARIANTS])
-            reason = f"which is not {forms}" if not known else f"a second {name}"
-            left = list(cfg.model.variants)
-            del left[len(left) - 1 - left[::-1].index(text)]
-            yield repair(cfg, _KNOB, f"has {visible(text)!r}, {reason}", left)
-        seen.add(name)
+        if name not in VARIANTS:
+            reason = f"which is not {listed([f'{each}:<size>' for each in VARIANTS])}"
+        elif not re.fullmatch("[1-9][0-9]{0,6}", size, re.ASCII):
+            reason = f"whose size is no number above 0, as in {name}:64"
+        elif name in seen:
+            reason = f"a second {name}"
+        else:
+            seen.add(name)
+            continue
+        left = list(cfg.model.variants)
+        del left[len(left) - 1 - left[::-1].index(text)]
+        yield repair(cfg, _KNOB, f"has {visible(text)!r}, {reason}", left)
 
 
 class Variant:

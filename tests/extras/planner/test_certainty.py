@@ -8,7 +8,7 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.records import launch, own
 from phalanx.configs.tables.machines import MACHINES, Machine, machine_named
-from phalanx.extras.planner.certainty import ON_ONE_HOST, PUBLISHED, error_of, lines
+from phalanx.extras.planner.certainty import LESS_KNOWN, ON_ONE_HOST, PUBLISHED, error_of, lines
 from phalanx.extras.planner.search_page import search_page
 from phalanx.moe.plan.cost.exchange import own_exchange
 from phalanx.moe.plan.cost.step_time import step_time
@@ -41,6 +41,17 @@ def test_a_host_of_measured_gpus_has_our_own_error() -> None:
     found = words(["experiment=qwen3_30b_8gpu"], 8, MACHINES["h200"])
     assert found["range"].startswith("952 to 1,050 tokens/s/GPU, 5% off")
     assert "network" not in found["measured"] and "assumed" not in found
+
+
+def test_long_sequences_and_sharded_parameters_have_those_of_their_own_steps() -> None:
+    """173,200 tokens/s/GPU of 32K, and 0.4409 s of sharded parameters, are in the ranges."""
+    long = ["experiment=proof_moe_32k", "parallel.expert=1", "data.micro_batch=1"]
+    long += ["data.sequence_length=32768"]
+    assert error_of(resolved(load(long), 2, 8), 2, MACHINES["h200"])[0] == LESS_KNOWN
+    assert 0.422 / (1 + LESS_KNOWN) < 0.378
+    zero3 = ["experiment=moonlight_8gpu", "parallel.distributed_optimizer=zero3"]
+    found = words([*zero3, "parallel.expert=1"], 8, MACHINES["h200"])
+    assert found["range"].startswith("893 to 1,120 tokens/s/GPU, 12% off")
 
 
 def test_over_a_network_the_error_is_that_of_published_runs() -> None:
