@@ -170,6 +170,9 @@ class MoE(MoELayer):
         memory: LayerContext = INACTIVE,
     ) -> Tensor:
         """Output of the layer [s, B, D]: the four steps, one after the other."""
+        # In front of the router: autograd adds gradients in the order of what is built.
+        x_TD = hidden_SBD.flatten(0, 1)
+        residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
         shared: Halves = None, None
         if self.shared_experts is not None:
             shared = self.shared_experts.halves(hidden_SBD, memory)
@@ -177,9 +180,6 @@ class MoE(MoELayer):
         # 1. K experts and their weights for every token.
         with record_function("moe/route"):
             routed = self.router(hidden_SBD)
-
-        residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
-        x_TD = hidden_SBD.flatten(0, 1)
         return self._through_experts(x_TD, routed, shared, residual_TD, memory).view_as(hidden_SBD)
 
     def _through_experts(
