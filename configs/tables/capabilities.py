@@ -54,6 +54,7 @@ ZERO3 = {
 """Setups of engines with sharded parameters, by values of `parallel.distributed_optimizer`."""
 SHARDED_PROBLEMS = "phalanx.extras.sharded_params.problems:problems"  # `(cfg)`, of a valid kind
 SHARDED_WEIGHTS = "phalanx.extras.sharded_params.estimate:sharded"  # `(cfg, world, whole, chunks)`
+SHARDED_LINE = "phalanx.extras.sharded_params.estimate:line"  # `(cfg, world) -> str`
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from phalanx.configs.layout import (
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.tables.backends import attention_backend, expert_backend
-from phalanx.configs.tables.capabilities import OVERLAP
+from phalanx.configs.tables.capabilities import OVERLAP, SHARDED_LINE, ZERO3
 from phalanx.configs.tables.machines import MEMORY_ERROR, Machine, machine_named
 from phalanx.configs.tables.optimizers import HOST_STATES, MOMENTS
 from phalanx.extras.planner import certainty, nearest
@@ -241,6 +241,8 @@ def _memory(cfg: Config, world: int, machine: Machine, available: int) -> Iterat
         parts = (w.parameter_bytes, w.gradient_bytes, w.device_states, m.saved)
         cells += [storage(x) for x in (*parts, _backward(m), m.peak)]
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
+    if cfg.parallel.distributed_optimizer in ZERO3:
+        yield resolve_name(SHARDED_LINE)(cfg, world)
     if worst.weights.padding_bytes:
         pads = ", ".join(storage(stages[i].weights.padding_bytes) for i in sorted(shown))
         owners = f"{cfg.optim.kind.capitalize()}'s ranks"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.configs.arithmetic.accounting import parameters
+from phalanx.configs.arithmetic.layers import has_experts
 from phalanx.configs.formats import grad_width, width
 from phalanx.configs.layout import expert_parallel_size, micro_batches, optimizer_shards
 from phalanx.configs.schema import Config
@@ -39,6 +40,18 @@ def sharded(cfg: Config, world: int, whole: Weights, chunks: Sequence[Chunk]) ->
         parameter_bytes=whole.parameter_bytes - weights * width(cfg),
         gradient_bytes=whole.gradient_bytes - grads * grad_width(cfg),
     )
+
+
+def line(cfg: Config, world: int) -> str:
+    """Line of the dry run: over how many ranks there is something to shard."""
+    dense, experts = _ranks(cfg, world)
+    kinds = [("layers", dense)]
+    if has_experts(cfg.model):
+        kinds = [("experts", experts), ("all else of layers", dense)]
+    over = [f"{kind} over {ranks} ranks" for kind, ranks in kinds if ranks > 1]
+    whole = [kind for kind, ranks in kinds if ranks == 1]
+    kept = [f"no two ranks have the same {' and '.join(whole)}, which stay whole"] if whole else []
+    return f"sharded: {'; '.join([*over, *kept])}"
 
 
 def _ranks(cfg: Config, world: int) -> tuple[int, int]:

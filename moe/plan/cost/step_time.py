@@ -279,11 +279,10 @@ def collectives(
     # which hold all SMs. Over a network it goes on beside several of them.
     beside = busy - (experts if near else 0.0)
     hidden = _OVERLAPPED * beside if p.overlap else 0.0
-    times, of_sms = 1, 0.0
-    if p.distributed_optimizer in ZERO3:
-        times = micro_batches(cfg, world)
-        # Ranks of a node read weights by copy engines, and sum gradients with SMs of the products.
-        of_sms = times * sent * grad_width(cfg) / _NCCL_RATE if near else 0.0
+    zero3 = p.distributed_optimizer in ZERO3
+    times = micro_batches(cfg, world) if zero3 else 1
+    # Ranks of a node read weights by copy engines, and sum gradients with SMs of the products.
+    of_sms = times * sent * grad_width(cfg) / _NCCL_RATE if zero3 and near else 0.0
     return of_sms + sum(
         max(embedding * each / rate, times * (sent * each / rate - hidden * part))
         for part, each in _widths(cfg)

@@ -1,11 +1,13 @@
 """Refusals of sharded parameters, and the bytes that they take."""
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
 import pytest
 import torch.distributed as dist
 
 from phalanx.configs.load import load
+from phalanx.configs.tables.capabilities import SHARDED_LINE
 from phalanx.configs.tables.machines import machine_named
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.plan.cost.step_time import step_time
@@ -96,6 +98,24 @@ def test_a_large_model_needs_a_small_part_of_the_memory() -> None:
     assert part.parameter_bytes < 0.35 * whole.parameter_bytes
     assert part.gradient_bytes < 0.35 * whole.gradient_bytes
     assert part.optimizer_bytes == whole.optimizer_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "said"),
+    [
+        ("tiny parallel.expert=1", 4, "experts over 4 ranks; all else of layers over 4 ranks"),
+        (
+            "tiny parallel.expert=2",
+            2,
+            "all else of layers over 2 ranks; no two ranks have the same experts, which stay whole",
+        ),
+        ("tiny_dense", 2, "layers over 2 ranks"),
+        ("tiny_dense", 1, "no two ranks have the same layers, which stay whole"),
+    ],
+)
+def test_the_dry_run_says_what_is_sharded(model: str, world: int, said: str) -> None:
+    cfg = load([*f"model={model}".split(), ZERO3])
+    assert resolve_name(SHARDED_LINE)(cfg, world) == f"sharded: {said}"
 
 
 def test_a_step_takes_longer_as_on_two_h200s() -> None:
